@@ -1,0 +1,34 @@
+# `make demo` and `make test` are all a newcomer needs; both install what they need first.
+PYTHON ?= python3
+BIN := .venv/bin
+N ?= 200
+
+.PHONY: demo test setup lint bench crash measure
+
+demo: setup
+	$(BIN)/hotlap demo
+
+test: setup
+	$(BIN)/pytest -q
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hotlap needs Python 3.11 or newer; run: make setup PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	@touch $@
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+crash: setup
+	$(BIN)/python -m benchmarks.crash --kills $(N)
+
+measure: setup
+	$(BIN)/python tests/measure.py

@@ -1,0 +1,310 @@
+"""Configuration: TOML in, JSON out, frozen and closed. Units stand in the names.
+
+A run's configuration has two parts. The *trajectory* (base model, data, adapter, optimizer, length, seed) decides
+what is learned: it names the run and may not change between its slices. The rest (evaluation, publishing, the
+slice's cap) may. Limits and budgets are no part of it: they live in `$HOTLAP_HOME/cloud.toml` and are changed by
+editing that file only.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hotlap import durable
+from hotlap.errors import ConfigError
+
+
+class Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+class DataConfig(Config):
+    eval_dataset: str | None = None
+    """Examples held out in a file of their own. Absent: see `eval_examples`."""
+
+    eval_examples: int = Field(default=0, ge=0)
+    """How many examples to hold out of the data set itself, drawn by the run's seed. 0 holds out none."""
+
+    seq_len: int = Field(default=512, ge=8)
+    """Length of a row in tokens. Several examples are packed into a row; none is split."""
+
+
+class LoraConfig(Config):
+    rank: int = Field(default=16, ge=1)
+    """Width of the low-rank update. Adapter size grows linearly with it."""
+
+    alpha: float = Field(default=32.0, gt=0)
+    """Numerator of the update's scale."""
+
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share of an adapter's inputs that is zeroed in a step."""
+
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the linear modules that get an adapter, or all of them but the output head."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class OptimConfig(Config):
+    lr: float = Field(default=2e-4, gt=0)
+    """Peak learning rate."""
+
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly to its peak."""
+
+    final_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Learning rate at the last step, as a share of the peak. `constant` ignores it."""
+
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm. Absent (`"none"` on the command line): never."""
+
+
+class TrainConfig(Config):
+    micro_batch_rows: int = Field(default=1, ge=1)
+    """Rows in one forward and backward pass. Halved within the slice when memory runs out."""
+
+    grad_accumulation: int = Field(default=1, ge=1)
+    """Micro-batches in a step. The loss is the mean over all trained tokens of the step."""
+
+    epochs: float = Field(default=1.0, gt=0)
+    """Passes over the data; a fraction is fine. `max_steps` takes its place if given."""
+
+    max_steps: int | None = Field(default=None, ge=1)
+    """Length of the run in steps, however many epochs that is."""
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.micro_batch_rows * self.grad_accumulation
+
+
+class EvalConfig(Config):
+    every_steps: int | None = Field(default=None, ge=1)
+    """Evaluate the held-out examples after every so many steps, and after the last. Absent: after the last only."""
+
+    micro_batch_rows: int = Field(default=1, ge=1)
+    """Rows in one evaluation pass."""
+
+
+class CheckpointConfig(Config):
+    every_s: float = Field(default=60.0, gt=0)
+    """Seconds between published checkpoints within a slice; a kill costs no more than these."""
+
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints to keep. The best by `val_loss` is kept besides."""
+
+
+class SliceConfig(Config):
+    minutes: float = Field(default=5.0, gt=0)
+    """Cap of one slice, from process start to exit, everything included."""
+
+    grace_s: float = Field(default=5.0, gt=0)
+    """Seconds between a stop signal and the end: the step is finished if that fits, else given up, and saved."""
+
+    num_threads: int | None = Field(default=None, ge=1)
+    """Processor threads. Absent: what the run began with, or one per core. Another number is another rounding."""
+
+    @property
+    def cap_s(self) -> float:
+        return self.minutes * 60.0
+
+
+TRAJECTORY_KEYS = ("base_model", "dataset", "data", "lora", "optim", "train", "seed")
+
+
+class RunConfig(Config):
+    base_model: str
+    """A folder, a GGUF file, a hub id (`org/name` or `org/name@revision`), a package, or a short name."""
+
+    dataset: str
+    """A JSONL file of `prompt`/`completion` or of `messages`."""
+
+    output_dir: str = "runs"
+    """The folder in which runs have theirs."""
+
+    run: str | None = None
+    """Name of the run. Absent: made from the trajectory settings, so that the same command resumes."""
+
+    seed: int | None = Field(default=None, ge=0, lt=2**31)
+    """Absent: drawn at the first slice and kept with the run."""
+
+    data: DataConfig = DataConfig()
+    lora: LoraConfig = LoraConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    slice: SliceConfig = SliceConfig()
+
+    @model_validator(mode="after")
+    def _one_held_out_set(self) -> "RunConfig":
+        if self.data.eval_dataset and self.data.eval_examples:
+            raise ValueError("data.eval_dataset and data.eval_examples are two held-out sets; give one")
+        if self.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.run):
+            raise ValueError("run: a name is 1 to 64 letters, digits, dots, dashes and underscores")
+        return self
+
+    @property
+    def trajectory(self) -> dict[str, Any]:
+        """The settings that decide what is learned, as JSON values."""
+        return self.model_dump(mode="json", include=set(TRAJECTORY_KEYS))
+
+    @property
+    def run_name(self) -> str:
+        if self.run is not None:
+            return self.run
+        slug = re.sub(r"[^a-z0-9]+", "-", Path(self.dataset).stem.lower()).strip("-")[:32] or "run"
+        return f"{slug}-{durable.sha256_bytes(durable.canonical_json(self.trajectory).encode())[:8]}"
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.output_dir) / self.run_name
+
+    @property
+    def holds_out(self) -> bool:
+        return self.data.eval_dataset is not None or self.data.eval_examples > 0
+
+
+class LimitsConfig(Config):
+    max_slice_minutes: float = Field(default=5.0, gt=0)
+
+
+class CloudConfig(Config):
+    limits: LimitsConfig = LimitsConfig()
+
+
+_CLOUD_TOML = """\
+# Limits of this machine's hotlap. Nothing but an edit of this file changes them: no flag, no --set, no environment.
+
+[limits]
+# The longest slice anybody may ask for, in minutes, from process start to exit.
+max_slice_minutes = 5.0
+"""
+
+
+def hotlap_home() -> Path:
+    """Where artifacts, caches and limits live: `$HOTLAP_HOME`, or `~/.hotlap`. A second home is a second budget."""
+    return Path(os.environ.get("HOTLAP_HOME") or Path.home() / ".hotlap").absolute()
+
+
+def load_cloud() -> CloudConfig:
+    """The limits in `cloud.toml`, which is written with its comments when it is not there yet."""
+    path = hotlap_home() / "cloud.toml"
+    if not path.exists():
+        durable.make_dirs(path.parent)
+        durable.replace(path, _CLOUD_TOML.encode())
+    return _parse(CloudConfig, _read_toml(path), str(path))
+
+
+def load_run(path: Path | None, overrides: Sequence[str] = (), **flags: Any) -> RunConfig:
+    """A run's configuration from a TOML file, then `--set` overrides (`lora.rank=32`), then flags that are not None.
+
+    Paths in a file are relative to the file's folder; those on the command line to the working directory.
+
+    Raises:
+        ConfigError: the file, a key or a value is wrong; the message names it.
+    """
+    tree = _read_toml(path) if path else {}
+    if path:
+        _anchor_paths(tree, path.absolute().parent)
+    for text in overrides:
+        _override(tree, text)
+    tree.update({key: value for key, value in flags.items() if value is not None})
+    config = _parse(RunConfig, tree, str(path) if path else "the command line")
+    longest = load_cloud().limits.max_slice_minutes
+    if config.slice.minutes > longest:
+        raise ConfigError(
+            f"slice.minutes is {config.slice.minutes:g}, and no slice may exceed {longest:g}. "
+            f"Ask for less, or edit limits.max_slice_minutes in {hotlap_home() / 'cloud.toml'}."
+        )
+    return config
+
+
+def load_run_json(text: str) -> RunConfig:
+    """A configuration that `RunConfig.model_dump_json` wrote."""
+    return RunConfig.model_validate_json(text)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+
+
+def _anchor_paths(tree: dict[str, Any], folder: Path) -> None:
+    """Make the file's own relative paths absolute where they name something that is there."""
+    places: list[tuple[dict[str, Any], str]] = [
+        (tree, "base_model"),
+        (tree, "dataset"),
+        (tree.get("data", {}), "eval_dataset"),
+    ]
+    for table, key in places:
+        value = table.get(key)
+        if isinstance(value, str) and (folder / value).exists():
+            table[key] = str(folder / value)
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    *parents, last = key.strip().split(".")
+    if not equals or not last:
+        raise ConfigError(f"--set takes KEY=VALUE, as in lora.rank=32; got {text!r}.")
+    if parents[:1] == ["limits"]:
+        raise ConfigError(
+            f"Limits are changed only by editing {hotlap_home() / 'cloud.toml'}; --set {text} is refused."
+        )
+    table = tree
+    for name in parents:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {text}: {name} is a value, not a table.")
+    table[last] = _toml_value(value.strip())
+
+
+def _toml_value(text: str) -> Any:
+    """`32`, `1e-4`, `true`, `["a"]` as TOML reads them; `none` is absence; anything else is text."""
+    if text == "none":
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _parse(kind: type[ConfigT], tree: Mapping[str, Any], source: str) -> ConfigT:
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(str(part) for part in item['loc']) or kind.__name__}: {_in_words(item)}"
+            for item in error.errors()
+        ]
+        raise ConfigError(f"{source}: " + "; ".join(lines) + ".") from None
+
+
+def _in_words(item: Mapping[str, Any]) -> str:
+    if item["type"] == "extra_forbidden":
+        return "no such setting"
+    if item["type"] == "missing":
+        return "is missing"
+    return f"{item['msg']} (got {item['input']!r})" if not isinstance(item["input"], Mapping) else str(item["msg"])

@@ -1,0 +1,1 @@
+"""Text in, packed token rows out; no torch."""

@@ -1,0 +1,172 @@
+"""Every error a user can meet, drawn.
+
+    HotlapError
+    ├── Refused                3   budget, guard, locked, changed
+    │   ├── RunLocked              locked
+    │   └── RunChanged             changed
+    ├── UsageError             2   usage, config
+    │   ├── ConfigError            config
+    │   └── MissingArtifact        missing
+    ├── IntegrityError         4   corrupt, pins, audit
+    │   ├── CorruptFile            corrupt
+    │   ├── PinMismatch            pins
+    │   └── AuditFailed            audit
+    ├── FetchFailed            5   fetch
+    ├── TrainingFailed         6   nan, diverged, oom, crash
+    │   ├── NonFiniteLoss          nan
+    │   ├── Diverged               diverged
+    │   ├── OutOfMemory            oom
+    │   └── ChildCrashed           crash
+    └── StorageFailed          7   disk_full, read_only, volume_gone
+        ├── DiskFull               disk_full
+        ├── ReadOnlyVolume         read_only
+        └── VolumeGone             volume_gone
+
+A class fixes the exit code and the reason word; `--json` output and the last line on stderr carry both.
+Exit codes that are no errors: 0 done, 75 slice over (call again), 124 overran its cap, 130 second Ctrl-C.
+"""
+
+import errno
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+DONE = 0
+SLICE_OVER = 75
+OVERRAN = 124
+INTERRUPTED = 130
+
+
+class HotlapError(Exception):
+    """Something a user can act on. The message says what, with which value, and the way out."""
+
+    exit_code = 1
+    reason = "unexpected"
+
+
+class UsageError(HotlapError):
+    exit_code = 2
+    reason = "usage"
+
+
+class ConfigError(UsageError):
+    reason = "config"
+
+
+class MissingArtifact(UsageError):
+    reason = "missing"
+
+
+class Refused(HotlapError):
+    exit_code = 3
+    reason = "refused"
+
+
+class RunLocked(Refused):
+    reason = "locked"
+
+
+class RunChanged(Refused):
+    reason = "changed"
+
+
+class IntegrityError(HotlapError):
+    exit_code = 4
+    reason = "corrupt"
+
+
+class CorruptFile(IntegrityError):
+    reason = "corrupt"
+
+
+class PinMismatch(IntegrityError):
+    reason = "pins"
+
+
+class AuditFailed(IntegrityError):
+    reason = "audit"
+
+
+class FetchFailed(HotlapError):
+    """An artifact's source did not deliver: no network, no such name, no permission."""
+
+    exit_code = 5
+    reason = "fetch"
+
+
+class TrainingFailed(HotlapError):
+    exit_code = 6
+    reason = "crash"
+
+
+class NonFiniteLoss(TrainingFailed):
+    reason = "nan"
+
+    def __init__(self, what: str, value: float, step: int) -> None:
+        super().__init__(
+            f"{what} became {value} at step {step}; that step was not applied and step {step - 1} is intact. "
+            f"Lower optim.lr or raise optim.warmup_steps; changed settings start a run of their own."
+        )
+
+
+class Diverged(TrainingFailed):
+    reason = "diverged"
+
+    def __init__(self, loss: float, step: int) -> None:
+        super().__init__(
+            f"Loss reached {loss:.4g} nats per token at step {step}, far beyond that of random guessing; "
+            f"step {step - 1} is intact. Lower optim.lr or raise optim.warmup_steps."
+        )
+
+
+class OutOfMemory(TrainingFailed):
+    reason = "oom"
+
+
+class ChildCrashed(TrainingFailed):
+    reason = "crash"
+
+
+class StorageFailed(HotlapError):
+    exit_code = 7
+    reason = "volume_gone"
+
+
+class DiskFull(StorageFailed):
+    reason = "disk_full"
+
+
+class ReadOnlyVolume(StorageFailed):
+    reason = "read_only"
+
+
+class VolumeGone(StorageFailed):
+    reason = "volume_gone"
+
+
+_STORAGE_ERRORS: dict[int, tuple[type[StorageFailed], str]] = {
+    errno.ENOSPC: (DiskFull, "no space is left; free some and run the same command again"),
+    errno.EDQUOT: (DiskFull, "the quota is used up; free some space and run the same command again"),
+    errno.EFBIG: (DiskFull, "a file-size limit was hit; raise it and run the same command again"),
+    errno.EROFS: (ReadOnlyVolume, "it is mounted read-only; remount it for writing"),
+    errno.EACCES: (ReadOnlyVolume, "writing is not permitted; check the folder's owner and mode"),
+    errno.EPERM: (ReadOnlyVolume, "writing is not permitted; check the folder's owner and mode"),
+    errno.ENOENT: (VolumeGone, "the folder has vanished; mount the volume and run the same command again"),
+    errno.ENOTDIR: (VolumeGone, "the folder has vanished; mount the volume and run the same command again"),
+    errno.EIO: (VolumeGone, "the volume does not answer; mount it again and run the same command again"),
+    errno.ESTALE: (VolumeGone, "the volume does not answer; mount it again and run the same command again"),
+    errno.ENODEV: (VolumeGone, "the volume does not answer; mount it again and run the same command again"),
+    errno.ENOTCONN: (VolumeGone, "the volume does not answer; mount it again and run the same command again"),
+}
+
+
+@contextmanager
+def storage_errors(path: Path) -> Generator[None]:
+    """Turn what the operating system says while `path` is written into the storage error a user can act on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.errno not in _STORAGE_ERRORS:
+            raise
+        kind, way_out = _STORAGE_ERRORS[error.errno]
+        raise kind(f"Cannot write {path}: {way_out}. Whatever was published before is intact.") from error
