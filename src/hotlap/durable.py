@@ -10,11 +10,11 @@ manifest itself. A directory whose manifest does not verify does not exist.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hotlap.errors import CorruptFile, DiskFull, storage_errors
+from hotlap.errors import CorruptFile, DiskFull, UsageError, storage_errors
 
 MANIFEST = "manifest.json"
 _CHUNK_BYTES = 1 << 22
@@ -66,8 +66,10 @@ def make_dirs(path: Path) -> None:
     with storage_errors(path):
         try:
             disk.make_dir(path)
-        except FileExistsError:  # another process was faster
-            return
+        except FileExistsError:
+            if not path.is_dir():
+                raise UsageError(f"{path} is a file where a folder is needed: move it, or choose another.") from None
+        # Also when another process was faster: it may die before its own sync.
         disk.sync(path.parent)
 
 
@@ -96,7 +98,8 @@ def replace(path: Path, data: bytes) -> None:
         if temporary.exists():
             disk.remove(temporary)
         try:
-            write_synced(temporary, data)
+            disk.create(temporary, data)
+            disk.sync(temporary)
             disk.rename(temporary, path)
         except BaseException:
             if temporary.exists():
@@ -134,8 +137,18 @@ def publish(
         FileExistsError: somebody else published `final`.
     """
     _write_manifest(staged, facts or {})
+    rename_exclusively(staged, final, before_rename)
+
+
+def rename_exclusively(staged: Path, final: Path, before_rename: Callable[[], None] | None = None) -> None:
+    """Give a directory that holds something its final name, unless somebody else has it: of two, one wins.
+
+    Raises:
+        FileExistsError: `final` is there already.
+    """
     with storage_errors(final):
-        disk.sync(staged)
+        for folder in [*(path for path in sorted(staged.rglob("*")) if path.is_dir()), staged]:
+            disk.sync(folder)
         if before_rename:
             before_rename()
         if final.exists():
@@ -150,16 +163,21 @@ def publish(
 
 
 def _write_manifest(staged: Path, facts: dict[str, Any]) -> None:
-    files = {name: {"bytes": size, "sha256": digest} for name, size, digest in _digests(staged)}
-    body = {"format": 1, "facts": facts, "files": files}
+    files = {
+        name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for name, path in _files_in(staged).items()
+    }
+    write_synced(staged / MANIFEST, _sealed({"format": 1, "facts": facts, "files": files}))
+
+
+def _sealed(body: dict[str, Any]) -> bytes:
     seal = sha256_bytes(canonical_json(body).encode())
-    write_synced(staged / MANIFEST, (canonical_json({**body, "seal": seal}) + "\n").encode())
+    return (canonical_json({**body, "seal": seal}) + "\n").encode()
 
 
-def _digests(folder: Path) -> Iterator[tuple[str, int, str]]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name != MANIFEST:
-            yield path.relative_to(folder).as_posix(), path.stat().st_size, sha256_file(path)
+def _files_in(folder: Path) -> dict[str, Path]:
+    """Every file at any depth by its name below the folder, but for the folder's own manifest."""
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in files.items() if name != MANIFEST}
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -170,14 +188,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
-        seal = manifest.pop("seal")
-        sealed = sha256_bytes(canonical_json(manifest).encode())
-    except FileNotFoundError:
+        text = path.read_bytes()
+        manifest = json.loads(text)
+        del manifest["seal"]
+        # Compared as bytes: a flipped bit can leave the same value, as in 1e-05 and 1E-05.
+        is_whole = text == _sealed(manifest)
+    except (FileNotFoundError, NotADirectoryError):
         raise CorruptFile(f"{folder} has no {MANIFEST}: it was never completed.") from None
-    except (ValueError, KeyError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError, IsADirectoryError):
         raise CorruptFile(f"{path} is damaged: it cannot be read.") from None
-    if seal != sealed or manifest.get("format") != 1:
+    if not is_whole or manifest.get("format") != 1:
         raise CorruptFile(f"{path} is damaged: its own hash does not match.")
     return manifest
 
@@ -198,8 +218,7 @@ def verify(folder: Path) -> dict[str, Any]:
             raise CorruptFile(f"{folder} is damaged: {name} has {path.stat().st_size} bytes, not {entry['bytes']}.")
         if sha256_file(path) != entry["sha256"]:
             raise CorruptFile(f"{folder} is damaged: {name} has other bytes than were written.")
-    present = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST}
-    if extra := sorted(present - set(expected)):
+    if extra := sorted(set(_files_in(folder)) - set(expected)):
         raise CorruptFile(f"{folder} is damaged: {extra[0]} was not written by hotlap.")
     return manifest["facts"]
 
@@ -226,18 +245,20 @@ def require_free(folder: Path, needs_bytes: int) -> None:
 # --- append-only JSONL ---
 
 
-def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Append rows, each a line. A torn last line, the crash we expect, is cut off first. Not synced: `sync_file` is."""
+def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:
+    """Append rows, each a line, and return their bytes. A torn last line, the crash we expect, is cut off first.
+    Not synced: `sync_file` is."""
     data = "".join(canonical_json(row) + "\n" for row in rows).encode()
     with storage_errors(path):
         if not path.exists():
             disk.create(path, data)
             disk.sync(path.parent)
-            return
+            return len(data)
         whole = end_of_last_row(path)
         if whole != path.stat().st_size:
             disk.truncate(path, whole)
         disk.append(path, data)
+    return len(data)
 
 
 def sync_file(path: Path) -> None:

@@ -6,6 +6,7 @@
     │   └── RunChanged             changed
     ├── UsageError             2   usage, config
     │   ├── ConfigError            config
+    │   ├── BadData                data
     │   └── MissingArtifact        missing
     ├── IntegrityError         4   corrupt, pins, audit
     │   ├── CorruptFile            corrupt
@@ -51,6 +52,10 @@ class UsageError(HotlapError):
 
 class ConfigError(UsageError):
     reason = "config"
+
+
+class BadData(UsageError):
+    reason = "data"
 
 
 class MissingArtifact(UsageError):

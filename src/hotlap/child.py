@@ -1,0 +1,189 @@
+"""Run one child process under a deadline: the watchdog of a slice, and of every other process we start.
+
+The child gets a process group of its own. Past its deadline the group is killed, whatever it is doing. A first
+Ctrl-C or SIGTERM is passed on and waited for; a second Ctrl-C kills. The child tells its progress as JSON lines on
+standard output; its standard error is talk.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import IO, Any
+
+from hotlap import clock
+from hotlap.errors import INTERRUPTED, OVERRAN, ChildCrashed
+
+Event = dict[str, Any]
+_POLL_S = 0.2
+_TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class ChildEnd:
+    """How a child ended. `exit_code` is the child's own, 124 if its deadline ended it, 130 after a second Ctrl-C;
+    a child killed by anything else has the negative signal number, as `subprocess` has it."""
+
+    exit_code: int
+    pid: int
+    wall_s: float
+    """From the child's start to its being reaped."""
+    result: Event | None
+    """Its last event, if that was a `result`."""
+    last_words: str
+    """The end of its standard error."""
+
+    def raise_if_killed(self, what: str) -> None:
+        """
+        Raises:
+            ChildCrashed: a signal nobody here sent ended it.
+        """
+        if self.exit_code >= 0:
+            return
+        name = signal.Signals(-self.exit_code).name
+        hint = " The system may have run out of memory." if name == "SIGKILL" else ""
+        raise ChildCrashed(
+            f"{what} was ended by {name} from outside.{hint} What it published is intact; run the same command again."
+        )
+
+
+@dataclass
+class _Stops:
+    """Stop signals this process received while it watched."""
+
+    process: "subprocess.Popen[str] | None" = None
+    num_interrupts: int = 0
+    was_killed: bool = False
+    pending: list[int] = field(default_factory=list)
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        self.num_interrupts += number == signal.SIGINT
+        if self.num_interrupts > 1:
+            self.was_killed = True
+            self.kill()
+        elif self.process is None:
+            self.pending.append(number)
+        else:
+            self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            _kill_group(self.process.pid)
+
+
+def run_child(
+    argv: Sequence[str],
+    deadline: clock.Deadline,
+    on_event: Callable[[Event], None] = lambda _event: None,
+    on_talk: Callable[[str], None] = lambda _line: None,
+    env: Mapping[str, str] | None = None,
+) -> ChildEnd:
+    """Start a child, watch it to its end, and leave nothing of its process group behind."""
+    started_s = clock.monotonic_s()
+    with _passing_on_stops() as stops:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=env,
+            start_new_session=True,
+        )
+        stops.process = process
+        for number in stops.pending:
+            process.send_signal(number)
+        assert process.stdout and process.stderr
+        lines: queue.Queue[tuple[str, str]] = queue.Queue()
+        readers = [_reader("event", process.stdout, lines), _reader("talk", process.stderr, lines)]
+        listener = _Listener(on_event, on_talk)
+        did_overrun = False
+        while process.poll() is None:
+            listener.hear(lines, timeout_s=min(_POLL_S, deadline.remaining_s()))
+            if deadline.is_over() and process.poll() is None:
+                did_overrun = True
+                _kill_group(process.pid)
+                process.wait()
+        wall_s = clock.monotonic_s() - started_s
+        _kill_group(process.pid)
+        for reader in readers:
+            reader.join(timeout=1.0)
+        listener.hear(lines, timeout_s=0.0)
+    code = INTERRUPTED if stops.was_killed else OVERRAN if did_overrun else process.returncode
+    return ChildEnd(code, process.pid, wall_s, listener.result, "\n".join(listener.talk[-_TAIL_LINES:]))
+
+
+class _Listener:
+    def __init__(self, on_event: Callable[[Event], None], on_talk: Callable[[str], None]) -> None:
+        self._on_event, self._on_talk = on_event, on_talk
+        self.result: Event | None = None
+        self.talk: list[str] = []
+
+    def hear(self, lines: "queue.Queue[tuple[str, str]]", timeout_s: float) -> None:
+        """Handle every line that is there, waiting for a first one at most `timeout_s`."""
+        wait_s = timeout_s
+        while True:
+            try:
+                kind, line = lines.get(timeout=wait_s) if wait_s else lines.get_nowait()
+            except queue.Empty:
+                return
+            wait_s = 0.0
+            self._take(kind, line)
+
+    def _take(self, kind: str, line: str) -> None:
+        event = _event_in(line) if kind == "event" else None
+        if event is None:
+            self.talk.append(line)
+            self._on_talk(line)
+        elif event["event"] == "result":
+            self.result = event
+        else:
+            self._on_event(event)
+
+
+def _event_in(line: str) -> Event | None:
+    """The event a line holds; None for a library's print."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
+def _reader(kind: str, stream: IO[str], lines: "queue.Queue[tuple[str, str]]") -> threading.Thread:
+    def read() -> None:
+        for line in stream:
+            lines.put((kind, line.rstrip("\n")))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    return thread
+
+
+@contextmanager
+def _passing_on_stops() -> Generator[_Stops]:
+    stops = _Stops()
+    previous = {
+        number: signal.signal(number, stops.handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield stops
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    except PermissionError:  # macOS says so of a group whose members are all dead
+        return

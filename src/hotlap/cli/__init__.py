@@ -1,0 +1,65 @@
+"""The `hotlap` command: wiring and rendering. Every command imports what it needs when it runs."""
+
+import json
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+import click
+
+import hotlap
+from hotlap.cli.demo import demo
+from hotlap.cli.doctor import doctor
+from hotlap.cli.generate import generate
+from hotlap.cli.prefetch import prefetch
+from hotlap.cli.runs import logs, runs, stop
+from hotlap.cli.train import train
+from hotlap.errors import HotlapError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(hotlap.__version__)
+def cli() -> None:
+    """Fine-tune small language models in laps: time-boxed slices that resume bit for bit.
+
+    \b
+    Example:
+      hotlap demo
+    """
+
+
+for command in (demo, doctor, prefetch, train, runs, logs, stop, generate):
+    cli.add_command(command)
+
+
+def main() -> NoReturn:
+    """Run a command; end with the exit code that stands in the table of `errors.py`."""
+    try:
+        code = cli.main(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.Abort:
+        _leave(130, "interrupted", "interrupted")
+    except click.ClickException as error:
+        error.show()
+        _leave(2, "usage", error.format_message())
+    except HotlapError as error:
+        _leave(error.exit_code, error.reason, str(error))
+    except BrokenPipeError:  # `hotlap runs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(0)
+    except Exception as error:  # noqa: BLE001  (the last resort: every other error is ours to name)
+        traceback.print_exc()
+        _leave(
+            1,
+            "unexpected",
+            f"{type(error).__name__}: {error}. This is a bug of hotlap's; please report the lines above.",
+        )
+
+
+def _leave(code: int, reason: str, message: str) -> NoReturn:
+    """Say why on the last line of standard error, and as JSON where JSON was asked for."""
+    if "--json" in sys.argv:
+        click.echo(json.dumps({"exit_code": code, "reason": reason, "message": message}))
+    click.echo(f"hotlap: exit {code} {reason}: {message}", err=True)
+    sys.exit(code)

@@ -1,0 +1,173 @@
+"""`hotlap runs`, `logs` and `stop`: what is there, what it says, and ending it."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from hotlap.runs import RunFolder, SliceState
+
+_OUTPUT_DIR = click.option(
+    "--output-dir", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs."
+)
+_POLL_S = 0.5
+_STOP_PATIENCE_S = 60.0
+
+
+@click.command(
+    epilog="""\b
+Example:
+  hotlap runs --json
+"""
+)
+@click.argument("run", required=False)
+@_OUTPUT_DIR
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def runs(run: str | None, output_dir: Path, as_json: bool) -> None:
+    """List the runs; with RUN, its slices and where their seconds went."""
+    from hotlap.runs import all_slices, find_run, list_runs, run_state
+
+    if run is None:
+        states = [asdict(run_state(folder)) for folder in list_runs(output_dir)]
+        click.echo(json.dumps(states, indent=1)) if as_json else _print_table(states, _RUN_COLUMNS)
+        return
+    slices = [_slice_row(state) for state in all_slices(find_run(run, output_dir))]
+    click.echo(json.dumps(slices, indent=1)) if as_json else _print_table(slices, _SLICE_COLUMNS)
+
+
+_RUN_COLUMNS = ("name", "state", "step", "num_steps", "num_slices", "loss", "val_loss", "created_at")
+_SLICE_COLUMNS = (
+    *("number", "ending", "resumed_at", "step", "tokens_per_s", "goodput", "wall_s", "step_p50_s", "step_p95_s"),
+    *("interpreter", "imports", "load", "data", "resume", "steps", "evaluation", "publish", "other", "exit"),
+)
+
+
+def _slice_row(state: "SliceState") -> dict[str, Any]:
+    """A slice flat: its ending, its figures, its phases in seconds. None where it gave no account."""
+    result, seen = state.result or {}, state.exit or {}
+    timeline = result.get("timeline", {})
+    row: dict[str, Any] = dict.fromkeys(_SLICE_COLUMNS)
+    row |= {"number": state.number, "ending": state.ending}
+    row |= {key: result.get(key) for key in ("resumed_at", "step", "tokens_per_s")}
+    row |= {key: timeline.get(key) for key in ("goodput", "step_p50_s", "step_p95_s")}
+    row |= timeline.get("phases_s", {})
+    row["wall_s"] = seen.get("wall_s", timeline.get("elapsed_s"))
+    if seen.get("account_s") is not None:
+        row["exit"] = max(0.0, seen["wall_s"] - seen["account_s"])
+    return row
+
+
+def _print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="left" if column in ("name", "state", "ending") else "right")
+    for row in rows:
+        table.add_row(*(_cell(row[column]) for column in columns))
+    console = Console(highlight=False)
+    console.width = console.width if console.is_terminal else 240
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+@click.command(
+    epilog="""\b
+Example:
+  hotlap logs my-run -f
+"""
+)
+@click.argument("run")
+@click.option("-f", "--follow", is_flag=True, help="Go on as rows come, until the run is not running any more.")
+@_OUTPUT_DIR
+@click.option("--json", "as_json", is_flag=True, help="Rows as JSON lines.")
+def logs(run: str, follow: bool, output_dir: Path, as_json: bool) -> None:
+    """Print a run's metrics, a line per step and evaluation."""
+    from hotlap.runs import find_run
+
+    for row in _rows(find_run(run, output_dir), follow):
+        click.echo(json.dumps(row) if as_json else _line(row))
+
+
+def _rows(run: "RunFolder", follow: bool) -> Iterator[dict[str, Any]]:
+    """Rows as they are there; a resumed slice that takes rows back says so by telling their steps again."""
+    from hotlap import clock, durable
+    from hotlap.runs import newest_number, slice_state
+
+    num_told = 0
+    while True:
+        newest = newest_number(run)
+        is_running = bool(newest) and slice_state(run, newest).ending == "running"
+        rows = durable.read_rows(run.metrics)
+        yield from rows[min(num_told, len(rows)) :]
+        num_told = len(rows)
+        if not follow or not is_running:
+            return
+        clock.sleep_s(_POLL_S)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return "  ".join(
+        f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+    )
+
+
+@click.command(
+    epilog="""\b
+Example:
+  hotlap stop my-run
+"""
+)
+@click.argument("run")
+@_OUTPUT_DIR
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def stop(run: str, output_dir: Path, as_json: bool) -> None:
+    """Stop a run's slice: its state is saved, and the same command resumes it. Waits for the proof."""
+    from hotlap.runs import find_run, newest_number, slice_state
+
+    folder = find_run(run, output_dir)
+    newest = newest_number(folder)
+    state = slice_state(folder, newest)
+    if state.ending == "running":
+        state = _end(folder, state)
+    answer = {"run": folder.name, "slice": newest, "ending": state.ending, "step": (state.result or {}).get("step")}
+    click.echo(json.dumps(answer) if as_json else f"{folder.name}: slice {newest} is over ({state.ending})")
+
+
+def _end(run: "RunFolder", state: "SliceState") -> "SliceState":
+    """SIGTERM, and SIGKILL to one that does not leave; returns what the slice left behind."""
+    from hotlap import clock
+    from hotlap.errors import UsageError
+    from hotlap.runs import slice_state
+
+    holder = state.holder
+    assert holder is not None
+    if not holder.is_local():
+        raise UsageError(f"Slice {state.number} runs on {holder.host}; run this there, or wait for its end.")
+    _signal(holder.pid, signal.SIGTERM)
+    patience = clock.Deadline(clock.monotonic_s() + _STOP_PATIENCE_S)
+    while holder.is_alive():
+        if patience.is_over():
+            click.echo(f"Process {holder.pid} does not leave; killing it.", err=True)
+            _signal(holder.pid, signal.SIGKILL)
+        clock.sleep_s(_POLL_S / 5)
+    return slice_state(run, state.number)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,335 @@
+"""Steps until the run is done, the slice's deadline is near, or somebody asks to stop.
+
+One flat loop. Its order is the promise: state changes only in `Stepper.apply`; a row of metrics follows; whatever
+is published is a copy of the state after a whole step. Nothing here depends on the time except when to publish and
+when to leave, so where slices are cut does not change what is learned.
+"""
+
+import platform
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+import hotlap
+from hotlap import artifacts, clock, durable, runs
+from hotlap.checkpoint import Checkpoint, CheckpointStore, read
+from hotlap.errors import ConfigError, CorruptFile, TrainingFailed
+from hotlap.train import model, optim
+from hotlap.train.context import Context
+from hotlap.train.evaluate import Evaluator
+from hotlap.train.opening import OpenedRun
+from hotlap.train.publisher import OPTIMIZER_FILE, Publisher, Snapshot, published_key
+from hotlap.train.step import StepLoss, Stepper, require_sane
+from hotlap.train.stop import GivenUp
+
+_ZERO_LOSSES_TO_TELL = 3
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the run is, as a checkpoint keeps it. `best` is `{step, val_loss, checkpoint}`."""
+
+    step: int = 0
+    num_updates: int = 0
+    metrics_bytes: int = 0
+    last_eval_step: int = 0
+    best: dict[str, Any] | None = None
+    micro_batch_rows: int | None = None
+
+
+class NoTime(Exception):
+    """An evaluation would run past the slice's deadline."""
+
+
+class Loop:
+    """The training state of one slice."""
+
+    def __init__(self, run: runs.RunFolder, lock: runs.RunLock, opened: OpenedRun, context: Context) -> None:
+        self._run, self._lock, self._context = run, lock, context
+        self._config, self._identity, self._order = context.config, opened.identity, opened.order
+        self.num_steps = opened.order.num_steps
+        self.num_tokens = 0
+        self._num_zero_losses = 0
+        self._did_anything = False
+        self._num_threads = _use_threads(self._config.slice.num_threads or self._identity.num_threads)
+        with context.timeline.phase("load"), context.stop.may_give_up():
+            base = model.load_base(opened.model_folder)
+            name = artifacts.base_name(self._config.base_model, opened.model_folder)
+            self._model = model.attach_lora(base, self._config.lora, self._identity.seed, name)
+            self._optimizer = optim.build(self._model.parameters, self._config.optim)
+        keep = self._config.checkpoint.keep
+        self._store = CheckpointStore(run.checkpoints, lock.number, keep, lock.require)
+        self._publisher = Publisher(
+            self._store, self._model.parameters, self._sync_metrics, self._on_published, context.say
+        )
+        context.stop.measure_publish_with(self._publisher.tail_s)
+        self._stepper = Stepper(
+            self._model, self._optimizer, opened, self._config, on_out_of_memory=self._on_out_of_memory
+        )
+        held_out = opened.packing.held_out
+        self._evaluator = held_out and Evaluator(self._model, held_out, self._config.eval.micro_batch_rows)
+        with context.timeline.phase("resume"):
+            self.progress = self._resume()
+        self.resumed_at = self.progress.step
+
+    # --- resume ---
+
+    def _resume(self) -> Progress:
+        context = self._context
+        self._store.clean()
+        checkpoint = self._store.newest(context.say)
+        progress = Progress() if checkpoint is None else self._restore(checkpoint)
+        self._stepper.micro_batch_rows = progress.micro_batch_rows or self._config.train.micro_batch_rows
+        try:
+            durable.cut_to(self._run.metrics, progress.metrics_bytes)
+        except CorruptFile as error:
+            context.say(f"{error} Those rows are lost; the training state is whole, and training goes on.")
+            whole = durable.end_of_last_row(self._run.metrics) if self._run.metrics.exists() else 0
+            progress = replace(progress, metrics_bytes=whole)
+        return progress
+
+    def _restore(self, checkpoint: Checkpoint) -> Progress:
+        facts = checkpoint.facts
+        adapter = checkpoint.folder / model.ADAPTER_FILE
+        model.load_parameters(self._model.parameters, model.load_tensors(adapter), adapter)
+        tensors = model.load_tensors(checkpoint.folder / OPTIMIZER_FILE)
+        optim.load_state(self._optimizer, self._model.parameters, tensors)
+        self._publisher.published = published_key(facts)
+        for what, then, now in (
+            ("threads", facts["num_threads"], self._num_threads),
+            *((name, then, versions().get(name)) for name, then in facts["versions"].items()),
+        ):
+            if then != now:
+                self._context.say(f"{what}: {then} before, {now} now. Training goes on, not promised bit for bit.")
+        progress = Progress(**facts["progress"])
+        if progress.best is not None:
+            try:
+                read(self._run.checkpoints / progress.best["checkpoint"])
+            except CorruptFile as error:
+                self._context.say(f"The best checkpoint so far is lost: {error} The best from here on is kept.")
+                progress = replace(progress, best=None)
+        return progress
+
+    # --- the loop ---
+
+    def run(self) -> str:
+        """Train. Returns the reason word of the ending, with the state saved: `done`, `stopped` or `slice_over`.
+
+        Raises:
+            TrainingFailed: the state before the failing step is saved.
+        """
+        try:
+            ending = self._steps()
+        except GivenUp:
+            ending = "stopped"
+        except TrainingFailed:
+            self._save()
+            raise
+        self._save()
+        if ending == "done":
+            self._publish_results()
+        elif ending == "slice_over" and not self._did_anything:
+            raise self._hopeless()
+        return ending
+
+    def _steps(self) -> str:
+        context, timeline, publisher = self._context, self._context.timeline, self._publisher
+        publish_due_at_s = clock.monotonic_s() if self.progress.step == 0 else self._next_publish_s()
+        while True:
+            if self._evaluation_is_due():
+                try:
+                    improved = self._evaluate()
+                except NoTime:
+                    return "slice_over"
+                if improved:
+                    publish_due_at_s = clock.monotonic_s()
+            if clock.monotonic_s() >= publish_due_at_s:
+                with timeline.phase("publish"):
+                    publisher.start(self._snapshot())
+                publish_due_at_s = self._next_publish_s()
+            if self.progress.step >= self.num_steps:
+                return "done"
+            if context.stop.is_requested:
+                return "stopped"
+            if not context.deadline.keeping(publisher.tail_s()).allows(timeline.slowest_recent_step_s()):
+                return "slice_over"
+            step = self.progress.step + 1
+            with timeline.step():
+                with context.stop.may_give_up():
+                    result = self._stepper.forward_backward(step)
+                grad_norm = None if result.loss is None else self._stepper.apply(step)
+            self._record(step, result, grad_norm)
+
+    def _next_publish_s(self) -> float:
+        return clock.monotonic_s() + self._config.checkpoint.every_s
+
+    def _record(self, step: int, result: StepLoss, grad_norm: float | None) -> None:
+        """The step has happened: count it, and write its row."""
+        self.progress = replace(
+            self.progress, step=step, num_updates=self.progress.num_updates + (grad_norm is not None)
+        )
+        self.num_tokens += result.num_tokens
+        self._did_anything = True
+        row = {
+            "step": step,
+            "loss": result.loss,
+            "lr": optim.lr_at(step, self.num_steps, self._config.optim),
+            "grad_norm": grad_norm,
+            "num_trained_tokens": result.num_trained_tokens,
+            "num_tokens": result.num_tokens,
+        }
+        self._append(row)
+        self._context.emit(
+            {"event": "step", **row, "num_steps": self.num_steps, "step_s": self._context.timeline.last_step_s()}
+        )
+        self._num_zero_losses = self._num_zero_losses + 1 if result.loss == 0.0 else 0
+        if result.loss is None:
+            self._context.say(f"Step {step} has no trained token; nothing was updated.")
+        if self._num_zero_losses == _ZERO_LOSSES_TO_TELL:
+            self._context.say(
+                f"Loss is exactly 0 for {_ZERO_LOSSES_TO_TELL} steps, which is suspicious: look at the data."
+            )
+
+    def _append(self, row: dict[str, Any]) -> None:
+        self._lock.require()
+        num_bytes = durable.append_rows(self._run.metrics, [row])
+        self.progress = replace(self.progress, metrics_bytes=self.progress.metrics_bytes + num_bytes)
+
+    def _on_out_of_memory(self, step: int, num_rows: int) -> None:
+        """Same rows in a step, in more and smaller micro-batches."""
+        self.progress = replace(self.progress, micro_batch_rows=num_rows)
+        self._append({"step": step, "out_of_memory": True, "micro_batch_rows": num_rows})
+        self._context.say(
+            f"Out of memory at step {step}: micro-batches of {num_rows} rows from here on, same step size."
+        )
+
+    # --- evaluation ---
+
+    def _evaluation_is_due(self) -> bool:
+        step, every = self.progress.step, self._config.eval.every_steps
+        if self._evaluator is None or step == 0 or self.progress.last_eval_step == step:
+            return False
+        return step >= self.num_steps or (every is not None and step % every == 0)
+
+    def _evaluate(self) -> bool:
+        """Evaluate this step and write the row. Returns whether it is the best so far."""
+        context, step = self._context, self.progress.step
+        assert self._evaluator is not None
+
+        def check_time() -> None:
+            if context.deadline.keeping(self._publisher.tail_s()).is_over():
+                raise NoTime
+
+        def on_out_of_memory(num_rows: int) -> None:
+            context.say(f"Out of memory in the evaluation: {num_rows} rows at a time from here on.")
+
+        with context.timeline.phase("evaluation"), context.stop.may_give_up():
+            value = self._evaluator.val_loss(check_time, on_out_of_memory)
+        require_sane(value, step, "Held-out loss")
+        best = self.progress.best
+        improved = best is None or value < best["val_loss"]
+        if improved:
+            best = {"step": step, "val_loss": value, "checkpoint": self._store.name_of(step)}
+        self._append({"step": step, "val_loss": value})
+        self.progress = replace(self.progress, last_eval_step=step, best=best)
+        self._did_anything = True
+        context.emit({"event": "evaluation", "step": step, "val_loss": value, "is_best": improved})
+        return improved
+
+    def _hopeless(self) -> ConfigError:
+        minutes = self._config.slice.minutes
+        what = "the evaluation" if self._evaluation_is_due() else "a first step"
+        advice = "data.eval_examples" if self._evaluation_is_due() else "data.seq_len or train.micro_batch_rows"
+        return ConfigError(
+            f"The slice's {minutes:g} minutes were over before {what} could end, so no number of slices would finish "
+            f"this run. Raise slice.minutes, or lower {advice}."
+        )
+
+    # --- saving ---
+
+    def _save(self) -> None:
+        """Publish the state as it is, in what time is left."""
+        deadlines = [self._context.deadline, self._context.stop.deadline]
+        until = min((deadline.at_s for deadline in deadlines if deadline), default=self._context.deadline.at_s)
+        with self._context.timeline.phase("publish"):
+            self._publisher.finish(self._snapshot(), clock.Deadline(until))
+
+    def _snapshot(self) -> Snapshot:
+        config, identity, progress = self._config, self._identity, self.progress
+        rows_seen = min(progress.step * config.train.rows_per_step, self._order.total_rows)
+        facts = {
+            "progress": asdict(progress),
+            "data": {"rows_seen": rows_seen, "epoch": rows_seen / identity.num_rows},
+            "config": config.model_dump(mode="json"),
+            "seed": identity.seed,
+            "best": progress.best,
+            "num_threads": self._num_threads,
+            "versions": versions(),
+        }
+        return Snapshot(
+            step=progress.step,
+            num_updates=progress.num_updates,
+            adapter=_copies({name: parameter.detach() for name, parameter in self._model.parameters.items()}),
+            optimizer=_copies(optim.state_tensors(self._optimizer, self._model.parameters)),
+            adapter_config=self._model.adapter_config_json(),
+            facts=facts,
+        )
+
+    def _on_published(self, step: int) -> None:
+        self._context.emit({"event": "published", "step": step})
+
+    def _sync_metrics(self) -> None:
+        if self._run.metrics.exists():
+            durable.sync_file(self._run.metrics)
+
+    def _publish_results(self) -> None:
+        """`adapter/`, the final state, and `best/`, the best by held-out loss, as standard PEFT folders."""
+        run, best = self._run, self.progress.best
+        final = run.checkpoints / self._final_checkpoint()
+        facts = {"step": self.progress.step, "seed": self._identity.seed, "run": run.name}
+        if best is not None:
+            _publish_adapter(run.checkpoints / best["checkpoint"], run.best, {**facts, **best})
+        _publish_adapter(final, run.adapter, facts)
+
+    def _final_checkpoint(self) -> str:
+        checkpoint = self._store.newest(self._context.say)
+        assert checkpoint is not None and checkpoint.step == self.progress.step
+        return checkpoint.folder.name
+
+
+def _use_threads(num_threads: int) -> int:
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return num_threads
+
+
+def _publish_adapter(source: Path, target: Path, facts: dict[str, Any]) -> None:
+    staged = target.with_name(f".staging-{target.name}")
+    for leftover in (staged, target):
+        if leftover.exists():
+            durable.remove_tree(leftover)
+    durable.make_dirs(staged)
+    for name in (model.ADAPTER_CONFIG_FILE, model.ADAPTER_FILE):
+        durable.write_synced(staged / name, (source / name).read_bytes())
+    durable.publish(staged, target, facts)
+
+
+def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def versions() -> dict[str, str]:
+    """What may change the rounding of a result."""
+    return {
+        "hotlap": hotlap.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+        "processor": torch.backends.cpu.get_cpu_capability(),
+    }

@@ -1,0 +1,136 @@
+"""Open a run: write its identity at the first slice, hold every later one to it."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotlap import artifacts, clock, runs
+from hotlap.config import RunConfig
+from hotlap.data import packed
+from hotlap.errors import RunChanged
+from hotlap.train.context import Context
+
+Say = Callable[[str], None]
+
+# Where base model and data lie may differ from slice to slice; what they are is compared by their pins.
+_PLACES = ("base_model", "dataset", "data.eval_dataset", "seed")
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    identity: runs.Identity
+    model_folder: Path
+    packing: packed.Packing
+    order: packed.Order
+
+
+def open_run(run: runs.RunFolder, context: Context) -> OpenedRun:
+    """The run's identity, base model and packed data.
+
+    Raises:
+        RunChanged: settings, data or base model differ from those the run began with.
+        MissingArtifact: the base model or the data is not on this machine.
+    """
+    config = context.config
+    model_folder = artifacts.locate_model(config.base_model)
+    sources = {"dataset": artifacts.locate_dataset(config.dataset)}
+    if config.data.eval_dataset:
+        sources["eval_dataset"] = artifacts.locate_dataset(config.data.eval_dataset)
+    identity = runs.read_identity(run)
+    if identity is None:
+        return _begin(run, context, model_folder, sources)
+    _require_unchanged(run, identity, config, model_folder, sources)
+    packing = _packing(identity, config, model_folder, sources, context.say)
+    return OpenedRun(identity, model_folder, packing, _order(identity, config))
+
+
+def _begin(run: runs.RunFolder, context: Context, model_folder: Path, sources: dict[str, Path]) -> OpenedRun:
+    config = context.config
+    seed = config.seed if config.seed is not None else context.draw_seed()
+    held_out = sources.get("eval_dataset")
+    packing = packed.prepare(config, seed, sources["dataset"], held_out, model_folder, context.say)
+    order = packed.plan_order(config, seed, packing.train.num_rows)
+    identity = runs.Identity(
+        trajectory=config.trajectory,
+        seed=seed,
+        base_pins=artifacts.pins_to_json(artifacts.pin(model_folder)),
+        data_pins={name: artifacts.pins_to_json(artifacts.pin(path)) for name, path in sources.items()},
+        packed=_fingerprints(packing),
+        num_rows=packing.train.num_rows,
+        num_steps=order.num_steps,
+        num_threads=config.slice.num_threads or len(os.sched_getaffinity(0)),
+        created_at=clock.utc_text(clock.wall_s()),
+    )
+    identity.write(run)
+    return OpenedRun(identity, model_folder, packing, order)
+
+
+def _fingerprints(packing: packed.Packing) -> dict[str, str]:
+    both = {"train": packing.train, "held_out": packing.held_out}
+    return {name: dataset.fingerprint for name, dataset in both.items() if dataset is not None}
+
+
+def _order(identity: runs.Identity, config: RunConfig) -> packed.Order:
+    return packed.plan_order(config, identity.seed, identity.num_rows)
+
+
+def _packing(
+    identity: runs.Identity, config: RunConfig, model_folder: Path, sources: dict[str, Path], say: Say
+) -> packed.Packing:
+    """By the stored fingerprints, which reads no source; rebuilt where the cache does not have them."""
+    opened = {name: packed.open_packed(fingerprint) for name, fingerprint in identity.packed.items()}
+    if all(dataset is not None for dataset in opened.values()):
+        train = opened["train"]
+        assert train is not None
+        return packed.Packing(train, opened.get("held_out"))
+    packing = packed.prepare(config, identity.seed, sources["dataset"], sources.get("eval_dataset"), model_folder, say)
+    if _fingerprints(packing) != identity.packed:
+        raise RunChanged(
+            f"The data packs to {_fingerprints(packing)}, and this run began with {identity.packed}: this version of "
+            f"hotlap or of the tokenizer works otherwise. Finish it where it began, or start a new run with --run."
+        )
+    return packing
+
+
+def _require_unchanged(
+    run: runs.RunFolder,
+    identity: runs.Identity,
+    config: RunConfig,
+    model_folder: Path,
+    sources: dict[str, Path],
+) -> None:
+    differences = list(_changed_settings(identity, config))
+    for what, path, pins in [
+        ("base model", model_folder, identity.base_pins),
+        *((name, path, identity.data_pins.get(name, {})) for name, path in sources.items()),
+    ]:
+        differences += [f"{what}: {text}" for text in artifacts.changed(path, artifacts.pins_from_json(pins))]
+    if missing := sorted(set(identity.data_pins) - set(sources)):
+        differences.append(f"{missing[0]}: part of the run, but not given now")
+    if differences:
+        raise RunChanged(
+            f"{run.name} began with something else: {'; '.join(differences)}. "
+            f"Put it back to go on with this run, or start another one with --run NAME."
+        )
+
+
+def _changed_settings(identity: runs.Identity, config: RunConfig) -> Iterator[str]:
+    then, now = _flat(identity.trajectory), _flat(config.trajectory)
+    lengths_differ = False
+    for key in sorted(set(then) | set(now)):
+        if key not in _PLACES and then.get(key) != now.get(key):
+            lengths_differ |= key.startswith("train.")
+            yield f"{key} is {then.get(key)} in the run and {now.get(key)} now"
+    if config.seed is not None and config.seed != identity.seed:
+        yield f"seed is {identity.seed} in the run and {config.seed} now"
+    if lengths_differ and (num_steps := _order(identity, config).num_steps) != identity.num_steps:
+        yield f"the run's horizon is {identity.num_steps} steps and would be {num_steps}"
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

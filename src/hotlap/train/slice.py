@@ -1,0 +1,135 @@
+"""One slice, a transaction: lock the run, resume, train until the clock says stop, publish, exit 0 or 75.
+
+`python -m hotlap.train.slice ORDER`, with the order as JSON: `config`, and `deadline_at_s` on the monotonic clock
+if the cap began before this process did. Events go to standard output as JSON lines, talk to standard error, and the
+last event is the `result` that is also in the run's `slices/NUMBER/result.json`.
+"""
+
+import ctypes
+import faulthandler
+import json
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hotlap import clock, runs
+from hotlap.config import load_run_json
+from hotlap.errors import DONE, SLICE_OVER, HotlapError, RunLocked
+from hotlap.train.context import Context
+from hotlap.train.stop import GivenUp, StopSignals
+from hotlap.train.timeline import Timeline
+
+_LOCK_GRACE_S = 30.0
+_LAST_RESORT_S = 2.0
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str] | None = None, draw_seed: Callable[[], int] = lambda: secrets.randbelow(2**31)) -> None:
+    """Run the slice that the first argument orders and end the process with its exit code."""
+    started_s = clock.process_started_s()
+    order = json.loads((argv or sys.argv[1:])[0])
+    config = load_run_json(json.dumps(order["config"]))
+    deadline = clock.Deadline(order.get("deadline_at_s") or started_s + config.slice.cap_s)
+    stop = StopSignals(config.slice.grace_s)
+    stop.install()
+    _die_with_parent()
+    # The parent is the watchdog. Should it be gone, this ends a hung slice without needing the interpreter.
+    faulthandler.dump_traceback_later(deadline.remaining_s() + _LAST_RESORT_S, exit=True)
+    context = Context(config, deadline, stop, Timeline(started_s), _events(), _say, draw_seed)
+    result = run_slice(context)
+    context.emit(result)
+    _say(f"hotlap: exit {result['exit_code']} {result['reason']}: {result['message']}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(result["exit_code"])  # nothing is left to do that the interpreter's shutdown would do
+
+
+def run_slice(context: Context) -> dict[str, Any]:
+    """Everything between start and exit. Returns the `result` event; errors of ours become one, a bug does not."""
+    run = runs.RunFolder(context.config.run_folder)
+    lock = None
+    facts: dict[str, Any] = {}
+    try:
+        lock = runs.acquire(run, context.deadline.remaining_s() + _LOCK_GRACE_S, context.say)
+        facts["slice_number"] = lock.number
+        ending = _train(run, lock, context, facts)
+        code, message = (DONE, "the run is done") if ending == "done" else (SLICE_OVER, "call again to go on")
+    except GivenUp:
+        code, ending, message = SLICE_OVER, "stopped", "stopped before the first step"
+    except HotlapError as error:
+        code, ending, message = error.exit_code, error.reason, str(error)
+    result = {
+        "event": "result",
+        "run": run.name,
+        "exit_code": code,
+        "reason": ending,
+        "message": message,
+        **facts,
+        "timeline": context.timeline.as_json(),
+    }
+    if lock is not None and ending != RunLocked.reason:
+        lock.release(result)
+    return result
+
+
+def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dict[str, Any]) -> str:
+    """The ending's reason word; what the slice did goes into `facts`, also when it fails."""
+    with context.stop.may_give_up():
+        with context.timeline.phase("data"):
+            from hotlap.train.opening import open_run
+
+            opened = open_run(run, context)
+        with context.timeline.phase("imports"):
+            from hotlap.train.loop import Loop
+    loop = Loop(run, lock, opened, context)
+    facts |= {"resumed_at": loop.resumed_at, "num_run_steps": loop.num_steps}
+    context.emit({"event": "start", "run": run.name, **facts, "deadline_at_s": context.deadline.at_s})
+    try:
+        return loop.run()
+    finally:
+        steps_s = context.timeline.as_json()["phases_s"]["steps"]
+        facts |= {
+            "step": loop.progress.step,
+            "best": loop.progress.best,
+            "num_tokens": loop.num_tokens,
+            "tokens_per_s": round(loop.num_tokens / steps_s, 1) if steps_s else None,
+        }
+
+
+def _events() -> Callable[[dict[str, Any]], None]:
+    """Events on what was standard output; whatever a library prints goes to standard error from now on."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def emit(event: dict[str, Any]) -> None:
+        try:
+            channel.write(json.dumps(event) + "\n")
+            channel.flush()
+        except BrokenPipeError:  # nobody listens any more; the run's files tell it all
+            return
+
+    return emit
+
+
+def _say(text: str) -> None:
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        return
+
+
+def _die_with_parent() -> None:
+    """Ask Linux for a SIGTERM when the watching parent dies, so that no slice runs on unwatched."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        signal.raise_signal(signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""One optimizer update: micro-batches forward and backward, then the update, or nothing of it."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from hotlap.config import RunConfig
+from hotlap.data.packed import PackedDataset
+from hotlap.errors import AuditFailed, Diverged, NonFiniteLoss, OutOfMemory
+from hotlap.train import loss, optim
+from hotlap.train.model import AdaptedModel
+from hotlap.train.opening import OpenedRun
+
+# R rows of a step, B rows of a micro-batch, T positions
+
+ResultT = TypeVar("ResultT")
+
+_ABSURD_LOSS = 1_000.0
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """`loss` in nats per trained token, None if the step has no trained token."""
+
+    loss: float | None
+    num_trained_tokens: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows cut to the longest of them. Tokens that are no padding: `num_tokens`."""
+
+    tokens_BT: torch.Tensor
+    segments_BT: torch.Tensor
+    is_trained_BT: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.segments_BT > 0).sum())
+
+
+def read_batch(dataset: PackedDataset, rows: np.ndarray) -> Batch:
+    segments_BT = torch.from_numpy(dataset.segments_NT[rows].astype(np.int32))
+    longest = int((segments_BT > 0).sum(dim=1).max())
+    return Batch(
+        tokens_BT=torch.from_numpy(dataset.tokens_NT[rows].astype(np.int64))[:, :longest],
+        segments_BT=segments_BT[:, :longest],
+        is_trained_BT=torch.from_numpy(dataset.is_trained_NT[rows])[:, :longest],
+    )
+
+
+def batch_loss(model: AdaptedModel, batch: Batch) -> torch.Tensor:
+    """Nats summed over the batch's targets."""
+    predicts_BT, next_BT = loss.targets_of(batch.tokens_BT, batch.segments_BT, batch.is_trained_BT)
+    hidden_BTD = model.hidden(batch.tokens_BT, batch.segments_BT)
+    return loss.summed_loss(model.lm_head, hidden_BTD, predicts_BT, next_BT)
+
+
+def num_targets(batch: Batch) -> int:
+    return int(loss.targets_of(batch.tokens_BT, batch.segments_BT, batch.is_trained_BT)[0].sum())
+
+
+class Stepper:
+    """Makes steps. What a step does depends on its number, the run's seed and the data, on nothing before it."""
+
+    def __init__(
+        self,
+        model: AdaptedModel,
+        optimizer: torch.optim.Optimizer,
+        opened: OpenedRun,
+        config: RunConfig,
+        on_out_of_memory: Callable[[int, int], None],
+    ) -> None:
+        """`on_out_of_memory(step, rows)` is told of every halving of the micro-batch, to `rows`."""
+        self._model = model
+        self._optimizer = optimizer
+        self._dataset = opened.packing.train
+        self._order = opened.order
+        self._config = config
+        self._seed = opened.identity.seed
+        self._on_out_of_memory = on_out_of_memory
+        self.micro_batch_rows = config.train.micro_batch_rows
+
+    def forward_backward(self, step: int) -> StepLoss:
+        """Gradients of the step's mean loss per trained token. Parameters stay as they are.
+
+        Raises:
+            NonFiniteLoss, Diverged: nothing may be applied.
+            OutOfMemory: a single row does not fit.
+        """
+        rows = self._order.rows_of_step(step)
+        self._model.peft_model.train()
+
+        def attempt(num_rows: int) -> StepLoss:
+            self._optimizer.zero_grad(set_to_none=True)
+            torch.manual_seed(step_seed(self._seed, step))
+            return self._accumulate(step, [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)])
+
+        def halve(num_rows: int) -> None:
+            self.micro_batch_rows = num_rows
+            self._on_out_of_memory(step, num_rows)
+
+        return with_halving(attempt, self.micro_batch_rows, halve, f"step {step}")
+
+    def _accumulate(self, step: int, micro_batches: list[np.ndarray]) -> StepLoss:
+        batches = [read_batch(self._dataset, rows) for rows in micro_batches]
+        total_targets = sum(num_targets(batch) for batch in batches)
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        if total_targets == 0:
+            return StepLoss(None, 0, num_tokens)
+        total_nats = 0.0
+        for batch in batches:
+            nats = batch_loss(self._model, batch)
+            total_nats += float(nats.detach())
+            require_sane(total_nats / total_targets, step)
+            (nats / total_targets).backward()
+        return StepLoss(total_nats / total_targets, total_targets, num_tokens)
+
+    def apply(self, step: int) -> float:
+        """The update. Returns the gradient's norm before clipping.
+
+        Raises:
+            NonFiniteLoss: a gradient is not finite; nothing was applied.
+        """
+        for name, parameter in self._model.parameters.items():
+            if parameter.grad is None:
+                raise AuditFailed(f"{name} is trainable and got no gradient at step {step}.")
+        parameters = list(self._model.parameters.values())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not math.isfinite(float(norm)):
+            raise NonFiniteLoss("The gradient", float(norm), step)
+        if self._config.optim.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._config.optim.max_grad_norm, norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = optim.lr_at(step, self._order.num_steps, self._config.optim)
+        self._optimizer.step()
+        return float(norm)
+
+
+def require_sane(value: float, step: int, what: str = "Loss") -> None:
+    """
+    Raises:
+        NonFiniteLoss, Diverged
+    """
+    if not math.isfinite(value):
+        raise NonFiniteLoss(what, value, step)
+    if value > _ABSURD_LOSS:
+        raise Diverged(value, step)
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Seeds whatever is random within a step."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}".encode()).digest()[:7])
+
+
+def with_halving(
+    attempt: Callable[[int], ResultT], num_rows: int, on_halved: Callable[[int], None], what: str
+) -> ResultT:
+    """`attempt(num_rows)`, with half the rows as often as memory runs out.
+
+    Raises:
+        OutOfMemory: one row does not fit.
+    """
+    while True:
+        try:
+            return attempt(num_rows)
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            words = str(error).partition("\n")[0]
+        if num_rows == 1:
+            raise OutOfMemory(
+                f"One row does not fit into memory at {what} ({words}). The step before is intact. "
+                f"Lower data.seq_len or lora.rank; changed settings start a run of their own."
+            )
+        num_rows //= 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        on_halved(num_rows)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Torch on a CPU says it with a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)

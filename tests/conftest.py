@@ -1,0 +1,70 @@
+"""Fixtures of the whole suite. Every test has a HOTLAP_HOME of its own; the real model is fetched once a machine."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fixtures_data import f3_rows, write_jsonl
+from tiny import make_tiny_model, tiny_config
+from zygote import Zygote
+
+from hotlap.config import RunConfig
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh HOTLAP_HOME."""
+    folder = tmp_path / "home"
+    monkeypatch.setenv("HOTLAP_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def f3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_jsonl(tmp_path_factory.mktemp("f3") / "f3.jsonl", f3_rows())
+
+
+@pytest.fixture
+def make_config(tiny_model: Path, f3: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    """`tiny_config` on the tiny model and F3, in `tmp_path/runs` unless told otherwise."""
+
+    def make(output_dir: Path = tmp_path / "runs", data: Path = f3, **changes: object) -> RunConfig:
+        return tiny_config(tiny_model, data, output_dir, **changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    zygote = Zygote(tmp_path_factory.mktemp("zygote"))
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture(scope="session")
+def real_home() -> Path:
+    """Where the real model is kept between runs of the suite."""
+    return Path(os.environ.get("HOTLAP_TEST_HOME") or Path.home() / ".cache" / "hotlap-test")
+
+
+@pytest.fixture(scope="session")
+def smollm2(real_home: Path) -> Path:
+    """The folder of the real SmolLM2-135M-Instruct, fetched and converted if it is not there yet."""
+    from hotlap import artifacts
+
+    before = os.environ.get("HOTLAP_HOME")
+    os.environ["HOTLAP_HOME"] = str(real_home)
+    try:
+        return artifacts.fetch("smollm2-135m", lambda text: print(text, file=sys.stderr))
+    finally:
+        if before is None:
+            del os.environ["HOTLAP_HOME"]
+        else:
+            os.environ["HOTLAP_HOME"] = before
