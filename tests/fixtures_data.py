@@ -30,7 +30,9 @@ def write_byte_tokenizer(
 ) -> Path:
     """F2: ids 0-255 are the bytes, then the special tokens, then unused ones up to `num_entries`."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in byte_characters().items()}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={character: byte for byte, character in byte_characters().items()}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     unused = [f"<unused{number}>" for number in range(NUM_ENTRIES, num_entries)]
@@ -74,7 +76,9 @@ def conversation(*turns: str) -> dict[str, Any]:
 def f4_conversations(count: int = 10) -> list[dict[str, Any]]:
     """Conversations of two rounds, of different lengths."""
     return [
-        conversation(f"user: q{i}", f"assistant: a{i}" + "x" * i, f"user: r{i}" + "y" * (i % 3), f"assistant: b{i}")
+        conversation(
+            f"user: q{i}", f"assistant: a{i}" + "x" * (i % 11), f"user: r{i}" + "y" * (i % 3), f"assistant: b{i}"
+        )
         for i in range(count)
     ]
 

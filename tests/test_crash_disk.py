@@ -329,6 +329,13 @@ def test_a_torn_row_is_cut_off_by_the_next_writer_in_every_state(volume: Path, d
         assert durable.read_rows(log) == [*before, {"step": 3}], state.how
 
 
+def test_a_log_that_was_cut_stays_cut(volume: Path, disk: RecordingDisk, monkeypatch: pytest.MonkeyPatch):
+    durable.append_rows(volume / "log", [{"step": 1}, {"step": 2}])
+    disk = record_again(volume, monkeypatch)
+    durable.cut_to(volume / "log", 12)
+    assert contents(last_states(disk, volume), "log") == {b'{"step": 1}\n'}
+
+
 def test_make_dirs_leaves_every_parent_in_place(volume: Path, disk: RecordingDisk):
     durable.make_dirs(volume / "a" / "b" / "c")
     assert {tuple(sorted(state.tree)) for state in last_states(disk, volume)} == {("a", "a/b", "a/b/c")}
@@ -419,7 +426,7 @@ def test_a_failing_disk_can_leave_half_and_stay_full(volume: Path, monkeypatch: 
     with pytest.raises(DiskFull):
         durable.append_rows(volume / "log", [{"a": 1}])
     assert (volume / "a").read_bytes() == b"ab"
-    assert (volume / "log").read_bytes() == b'1\n{"a":'[:7] or (volume / "log").read_bytes().startswith(b"1\n{")
+    assert (volume / "log").read_bytes() == b'1\n{"a"'
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -117,6 +117,9 @@ class Zygote:
         assert self._process.stdin
         self._process.stdin.close()
         self._process.wait(timeout=10)
+        self._reader.join(timeout=10)
+        assert self._process.stdout
+        self._process.stdout.close()
 
     def _read(self) -> None:
         assert self._process.stdout

@@ -37,7 +37,8 @@ class CheckpointStore:
         self._slice_number = slice_number
         self._keep = keep
         self._require_lock = require_lock
-        self._verified: list[Path] = []
+        self._newest: Checkpoint | None = None
+        self._damaged: set[Path] = set()
 
     def newest(self, say: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that verifies, or None. Each one passed over is told, with the reason."""
@@ -46,8 +47,9 @@ class CheckpointStore:
                 checkpoint = read(path)
             except CorruptFile as error:
                 say(f"Checkpoint {path.name} is passed over: {error}")
+                self._damaged.add(path)
                 continue
-            self._verified.append(path)
+            self._newest = checkpoint
             return checkpoint
         return None
 
@@ -74,18 +76,22 @@ class CheckpointStore:
             DiskFull: it does not fit, even after the checkpoints that may go have gone.
             RunLocked: another slice took the run over.
         """
-        durable.make_dirs(self.folder)
         final = self.folder / self.name_of(step)
         staged = self.folder / f"{_STAGING}{final.name}"
 
+        def before_rename() -> None:
+            check_cancelled()
+            self._require_lock()
+
         def attempt() -> None:
             self._require_lock()
+            durable.make_dirs(self.folder)
             durable.require_free(self.folder, needs_bytes)
             try:
                 self._stage(staged, files(), check_cancelled)
                 inspect(staged)
                 manifest_facts = {**facts, "step": step, "slice_number": self._slice_number}
-                durable.publish(staged, final, manifest_facts, self._require_lock)
+                durable.publish(staged, final, manifest_facts, before_rename)
             except BaseException:
                 _remove_quietly(staged)
                 raise
@@ -93,7 +99,7 @@ class CheckpointStore:
         try:
             attempt()
         except DiskFull:
-            self._prune(1, facts)
+            self._prune(1)
             try:
                 attempt()
             except DiskFull as error:
@@ -102,10 +108,9 @@ class CheckpointStore:
                     f"{durable.free_bytes(self.folder):,} are free (a quota may allow less). Earlier checkpoints are "
                     f"intact. Free some space and run the same command again."
                 ) from error
-        checkpoint = read(final)
-        self._verified.append(final)
-        self._prune(self._keep, facts)
-        return checkpoint
+        self._newest = read(final)
+        self._prune(self._keep)
+        return self._newest
 
     @staticmethod
     def _stage(staged: Path, files: Iterable[tuple[str, bytes]], check_cancelled: Callable[[], None]) -> None:
@@ -124,14 +129,18 @@ class CheckpointStore:
             for path in self.folder.glob(f"{_STAGING}*"):
                 durable.remove_tree(path)
 
-    def _prune(self, keep: int, facts: dict[str, Any]) -> None:
-        """Remove all but the newest `keep` known to verify and the best so far (`facts["best"]["checkpoint"]`)."""
-        if not self._verified:
+    def _prune(self, keep: int) -> None:
+        """Remove all but the newest `keep` that are not known to be damaged and the best so far, which the newest
+        that verified names in its facts (`facts["best"]["checkpoint"]`)."""
+        if self._newest is None:
             return
-        best = facts.get("best")
-        kept = {path.name for path in self._verified[-keep:]} | ({best["checkpoint"]} if best else set())
-        for path in _candidates(self.folder):
-            if path.name not in kept and _rank(path) <= _rank(self._verified[-1]):
+        best = self._newest.facts.get("best")
+        newest_rank = _rank(self._newest.folder)
+        ranked = sorted((path for path in _candidates(self.folder) if _rank(path) <= newest_rank), key=_rank)
+        whole = [path for path in ranked if path not in self._damaged]
+        kept = {path.name for path in whole[-keep:]} | ({best["checkpoint"]} if best else set())
+        for path in ranked:
+            if path.name not in kept:
                 durable.remove_tree(path)
 
 

@@ -45,7 +45,8 @@ class Deadline:
         return Deadline(self.at_s - tail_s, self.now_s)
 
     def allows(self, next_s: float) -> bool:
-        return next_s <= self.remaining_s()
+        """Whether work of that length still fits. Past the deadline nothing does, not even what takes no time."""
+        return not self.is_over() and next_s <= self.remaining_s()
 
     def is_over(self) -> bool:
         return self.remaining_s() <= 0.0
@@ -75,11 +76,11 @@ def process_birth(pid: int) -> str:
     if not _HAS_PROC:
         return _ps("lstart", pid)
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         raise ProcessLookupError(pid) from None
     state, *fields = stat.rpartition(")")[2].split()
-    if state in "ZX":  # dead, only not reaped yet
+    if state in _DEAD_STATES:
         raise ProcessLookupError(pid)
     return fields[18]
 
@@ -91,13 +92,17 @@ def boot_id() -> str:
 
 
 _HAS_PROC = Path("/proc/self/stat").exists()
+_DEAD_STATES = "ZX"  # dead, only not reaped yet
 
 
 def _ps(column: str, pid: int) -> str:
-    text = subprocess.run(["ps", "-o", f"{column}=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    if not text:
+    command = ["ps", "-o", "stat=", "-o", f"{column}=", "-p", str(pid)]
+    # A birth must read the same to processes with other locales.
+    env = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}
+    state, _, value = subprocess.run(command, capture_output=True, text=True, env=env).stdout.strip().partition(" ")
+    if not value or state[0] in _DEAD_STATES:
         raise ProcessLookupError(pid)
-    return text
+    return value.strip()
 
 
 def _seconds_of(elapsed: str) -> int:

@@ -20,7 +20,7 @@ from hotlap.errors import ConfigError
 
 
 class Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -247,18 +247,18 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
 
 
 def _anchor_paths(tree: dict[str, Any], folder: Path) -> None:
     """Make the file's own relative paths absolute where they name something that is there."""
-    places: list[tuple[dict[str, Any], str]] = [
-        (tree, "base_model"),
-        (tree, "dataset"),
-        (tree.get("data", {}), "eval_dataset"),
-    ]
+    places: list[tuple[Any, str]] = [(tree, "base_model"), (tree, "dataset"), (tree.get("data"), "eval_dataset")]
     for table, key in places:
+        if not isinstance(table, dict):
+            continue
         value = table.get(key)
         if isinstance(value, str) and (folder / value).exists():
             table[key] = str(folder / value)

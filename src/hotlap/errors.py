@@ -1,10 +1,10 @@
 """Every error a user can meet, drawn.
 
     HotlapError
-    ├── Refused                3   budget, guard, locked, changed
+    ├── Refused                3   refused, locked, changed
     │   ├── RunLocked              locked
     │   └── RunChanged             changed
-    ├── UsageError             2   usage, config
+    ├── UsageError             2   usage, config, data, missing
     │   ├── ConfigError            config
     │   ├── BadData                data
     │   └── MissingArtifact        missing
@@ -107,9 +107,10 @@ class TrainingFailed(HotlapError):
 class NonFiniteLoss(TrainingFailed):
     reason = "nan"
 
-    def __init__(self, what: str, value: float, step: int) -> None:
+    def __init__(self, what: str, value: float, step: int, intact_step: int | None = None) -> None:
+        """`intact_step`: the one before, unless another is given."""
         super().__init__(
-            f"{what} became {value} at step {step}; that step was not applied and step {step - 1} is intact. "
+            f"{what} became {value} at step {step}; step {_or_before(intact_step, step)} is intact. "
             f"Lower optim.lr or raise optim.warmup_steps; changed settings start a run of their own."
         )
 
@@ -117,11 +118,15 @@ class NonFiniteLoss(TrainingFailed):
 class Diverged(TrainingFailed):
     reason = "diverged"
 
-    def __init__(self, loss: float, step: int) -> None:
+    def __init__(self, loss: float, step: int, intact_step: int | None = None, what: str = "Loss") -> None:
         super().__init__(
-            f"Loss reached {loss:.4g} nats per token at step {step}, far beyond that of random guessing; "
-            f"step {step - 1} is intact. Lower optim.lr or raise optim.warmup_steps."
+            f"{what} reached {loss:.4g} nats per token at step {step}, far beyond that of random guessing; "
+            f"step {_or_before(intact_step, step)} is intact. Lower optim.lr or raise optim.warmup_steps."
         )
+
+
+def _or_before(intact_step: int | None, step: int) -> int:
+    return step - 1 if intact_step is None else intact_step
 
 
 class OutOfMemory(TrainingFailed):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import checkpoint, clock, durable
-from hotlap.errors import CorruptFile, RunLocked, UsageError
+from hotlap.errors import CorruptFile, RunLocked, UsageError, VolumeGone
 
 Say = Callable[[str], None]
 
@@ -125,8 +125,17 @@ class RunLock:
         """
         Raises:
             RunLocked: another slice took the run over, so nothing more may be written.
+            VolumeGone: the hold itself is no longer there, so whatever is there now is another volume.
         """
-        if _slice_folder(self._run, self.number + 1).exists():
+        with durable.storage_errors(self.folder):
+            is_there = (self.folder / "holder.json").exists()
+            is_lost = _slice_folder(self._run, self.number + 1).exists()
+        if not is_there:
+            raise VolumeGone(
+                f"{self.folder} has vanished while slice {self.number} was training. Mount the volume and run the same "
+                f"command again; whatever was published there is intact."
+            )
+        if is_lost:
             raise RunLocked(
                 f"Slice {self.number + 1} has taken over {self._run.name} since this one's lock ran out; "
                 f"slice {self.number} stops without writing."

@@ -10,7 +10,7 @@ from typing import Any
 
 from hotlap import child, clock, durable, runs
 from hotlap.config import RunConfig
-from hotlap.errors import INTERRUPTED, OVERRAN, SLICE_OVER
+from hotlap.errors import INTERRUPTED, OVERRAN, SLICE_OVER, StorageFailed
 
 OnEvent = Callable[[dict[str, Any]], None]
 OnTalk = Callable[[str], None]
@@ -50,7 +50,10 @@ def run_slice(
     if number is not None:
         account_s = end.result["timeline"]["elapsed_s"] if end.result else None
         seen = {"exit_code": end.exit_code, "reason": reason, "wall_s": end.wall_s, "account_s": account_s}
-        runs.record_exit(run, number, seen)
+        try:
+            runs.record_exit(run, number, seen)
+        except StorageFailed as error:
+            on_talk(f"The slice's end is not kept. {error}")
     return SliceEnd(number, end.exit_code, reason, end.wall_s, end.result, end)
 
 

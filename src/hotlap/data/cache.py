@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from hotlap import clock, durable
-from hotlap.durable import disk
 from hotlap.errors import CorruptFile, storage_errors
 
 _STAGING = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)-(?P<birth>\w+)\.staging")
@@ -52,7 +51,7 @@ def build_once(final: Path, build: Callable[[Path], dict[str, Any]], say: Callab
             durable.remove_tree(final)
         staged = final.with_name(f".{final.name}.{os.getpid()}-{_birth(os.getpid())}.staging")
         with storage_errors(staged):
-            disk.make_dir(staged)
+            durable.disk.make_dir(staged)
         try:
             durable.publish(staged, final, build(staged))
         except FileExistsError:
@@ -67,7 +66,7 @@ def _turn(final: Path, say: Callable[[str], None] | None = None) -> Generator[bo
     """Yields whether this process alone may build `final`. Given `say`, it waits until it may."""
     path = final.with_name(f".{final.name}.lock")
     with storage_errors(path), suppress(FileExistsError):
-        disk.create(path, b"")
+        durable.disk.create(path, b"")
     with path.open("rb") as file:
         yield _locks(file, say)
 

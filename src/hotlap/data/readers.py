@@ -15,7 +15,7 @@ from hotlap.errors import BadData, MissingArtifact
 
 ROLES = ("system", "user", "assistant")
 
-MAX_LINE_BYTES = 1 << 23
+MAX_LINE_BYTES = 1 << 21
 """Longest line that is read. It bounds memory, and lies far beyond the longest row anybody trains on."""
 
 _SHOWN_CHARACTERS = 200

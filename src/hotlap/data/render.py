@@ -1,9 +1,9 @@
 """From messages to tokens, and which of them are trained: the assistant's words and its end-of-turn token.
 
-Training, evaluation and generation share the two functions that decide what a model sees: `_write` (the tokenizer's
-own chat template) and `_encode` (text to tokens, never two begin tokens). Where an answer begins and ends is read off
-the template itself: it is rendered up to the answer as for generation, and again with the answer. No marker is ever
-searched for, so the template needs none, and text that looks like one misleads nobody.
+Training, evaluation and generation share what decides what a model sees: the tokenizer's own chat template (`_write`)
+and exactly the begin token that it wants (`_missing_begin`). Where an answer begins and ends is read off the template
+itself: it is rendered up to the answer as for generation, and again with the answer. No marker is ever searched for,
+so the template needs none, and text that looks like one misleads nobody.
 
 A tokenizer without a chat template renders prompt, completion and the end token as plain text.
 """
@@ -44,7 +44,7 @@ class _Text:
 
 
 class Renderer:
-    """A tokenizer folder's way of writing conversations as tokens. Needs `tokenizer.json`; reads nothing else's code.
+    """Writes conversations as tokens, with the tokenizer and the chat template of a model folder.
 
     Raises:
         MissingArtifact: the folder has no `tokenizer.json`.
@@ -95,7 +95,7 @@ class Renderer:
         return self._backend.decode([int(token) for token in tokens], skip_special_tokens=not shows_special)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """What a model sees before it answers, to the token what it saw in training.
+        """What a model sees before it answers, written and tokenized as in training.
 
         Raises:
             BadData: the template refuses the messages, or there is none and they are not one user message.

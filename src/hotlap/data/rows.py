@@ -16,7 +16,6 @@ import numpy as np
 from hotlap import clock, durable
 from hotlap.data.readers import Example
 from hotlap.data.render import Rendered, Renderer
-from hotlap.durable import disk
 from hotlap.errors import storage_errors
 
 TOKENS = "tokens.bin"
@@ -95,7 +94,8 @@ def facts_from_json(written: dict[str, Any]) -> Facts:
     """The facts that `dataclasses.asdict` and JSON made of `Facts`."""
     facts = dict(written)
     for reason in ("too_long", "no_answer"):
-        facts[reason] = Dropped(**{**written[reason], "lines": tuple(written[reason]["lines"])})
+        entry = written[reason]
+        facts[reason] = Dropped(entry["count"], entry["fewest_tokens"], tuple(entry["lines"]))
     return Facts(**facts)
 
 
@@ -257,9 +257,9 @@ class _Drops:
 
 def _create(path: Path) -> None:
     with storage_errors(path):
-        disk.create(path, b"")
+        durable.disk.create(path, b"")
 
 
 def _append(path: Path, data: bytes) -> None:
     with storage_errors(path):
-        disk.append(path, data)
+        durable.disk.append(path, data)

@@ -21,12 +21,14 @@ from hotlap.errors import ConfigError, CorruptFile, TrainingFailed
 from hotlap.train import model, optim
 from hotlap.train.context import Context
 from hotlap.train.evaluate import Evaluator
+from hotlap.train.metrics import MetricsLog
 from hotlap.train.opening import OpenedRun
-from hotlap.train.publisher import OPTIMIZER_FILE, Publisher, Snapshot, published_key
+from hotlap.train.publisher import OPTIMIZER_FILE, Publisher, Snapshot
 from hotlap.train.step import StepLoss, Stepper, require_sane
 from hotlap.train.stop import GivenUp
 
 _ZERO_LOSSES_TO_TELL = 3
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Progress:
     last_eval_step: int = 0
     best: dict[str, Any] | None = None
     micro_batch_rows: int | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Tells two states of a run apart."""
+        return self.step, self.last_eval_step
 
 
 class NoTime(Exception):
@@ -55,6 +62,7 @@ class Loop:
         self.num_tokens = 0
         self._num_zero_losses = 0
         self._did_anything = False
+        self._saved_best: dict[str, Any] | None = None
         self._num_threads = _use_threads(self._config.slice.num_threads or self._identity.num_threads)
         with context.timeline.phase("load"), context.stop.may_give_up():
             base = model.load_base(opened.model_folder)
@@ -63,16 +71,17 @@ class Loop:
             self._optimizer = optim.build(self._model.parameters, self._config.optim)
         keep = self._config.checkpoint.keep
         self._store = CheckpointStore(run.checkpoints, lock.number, keep, lock.require)
+        self._metrics = MetricsLog(run.metrics, context.say)
         self._publisher = Publisher(
-            self._store, self._model.parameters, self._sync_metrics, self._on_published, context.say
+            self._store, self._model.parameters, self._metrics.make_durable, self._on_published, context.say
         )
-        context.stop.measure_publish_with(self._publisher.tail_s)
+        context.stop.measure_tail_with(self._publisher.tail_s)
         self._stepper = Stepper(
             self._model, self._optimizer, opened, self._config, on_out_of_memory=self._on_out_of_memory
         )
         held_out = opened.packing.held_out
         self._evaluator = held_out and Evaluator(self._model, held_out, self._config.eval.micro_batch_rows)
-        with context.timeline.phase("resume"):
+        with context.timeline.phase("resume"), context.stop.may_give_up():
             self.progress = self._resume()
         self.resumed_at = self.progress.step
 
@@ -85,11 +94,10 @@ class Loop:
         progress = Progress() if checkpoint is None else self._restore(checkpoint)
         self._stepper.micro_batch_rows = progress.micro_batch_rows or self._config.train.micro_batch_rows
         try:
-            durable.cut_to(self._run.metrics, progress.metrics_bytes)
+            self._metrics.begin_at(progress.metrics_bytes)
         except CorruptFile as error:
             context.say(f"{error} Those rows are lost; the training state is whole, and training goes on.")
-            whole = durable.end_of_last_row(self._run.metrics) if self._run.metrics.exists() else 0
-            progress = replace(progress, metrics_bytes=whole)
+            progress = replace(progress, metrics_bytes=self._metrics.begin_at_end())
         return progress
 
     def _restore(self, checkpoint: Checkpoint) -> Progress:
@@ -98,7 +106,6 @@ class Loop:
         model.load_parameters(self._model.parameters, model.load_tensors(adapter), adapter)
         tensors = model.load_tensors(checkpoint.folder / OPTIMIZER_FILE)
         optim.load_state(self._optimizer, self._model.parameters, tensors)
-        self._publisher.published = published_key(facts)
         for what, then, now in (
             ("threads", facts["num_threads"], self._num_threads),
             *((name, then, versions().get(name)) for name, then in facts["versions"].items()),
@@ -106,12 +113,14 @@ class Loop:
             if then != now:
                 self._context.say(f"{what}: {then} before, {now} now. Training goes on, not promised bit for bit.")
         progress = Progress(**facts["progress"])
+        self._publisher.take_up(progress.key, facts["publish_s"])
         if progress.best is not None:
             try:
                 read(self._run.checkpoints / progress.best["checkpoint"])
             except CorruptFile as error:
                 self._context.say(f"The best checkpoint so far is lost: {error} The best from here on is kept.")
                 progress = replace(progress, best=None)
+        self._saved_best = progress.best
         return progress
 
     # --- the loop ---
@@ -131,7 +140,7 @@ class Loop:
             raise
         self._save()
         if ending == "done":
-            self._publish_results()
+            ending = self._publish_results()
         elif ending == "slice_over" and not self._did_anything:
             raise self._hopeless()
         return ending
@@ -140,29 +149,45 @@ class Loop:
         context, timeline, publisher = self._context, self._context.timeline, self._publisher
         publish_due_at_s = clock.monotonic_s() if self.progress.step == 0 else self._next_publish_s()
         while True:
-            if self._evaluation_is_due():
+            improved = False
+            if self._evaluation_is_due() and not context.stop.is_requested:
                 try:
                     improved = self._evaluate()
                 except NoTime:
                     return "slice_over"
-                if improved:
-                    publish_due_at_s = clock.monotonic_s()
-            if clock.monotonic_s() >= publish_due_at_s:
-                with timeline.phase("publish"):
-                    publisher.start(self._snapshot())
-                publish_due_at_s = self._next_publish_s()
-            if self.progress.step >= self.num_steps:
+            if self.progress.step >= self.num_steps and not self._evaluation_is_due():
                 return "done"
             if context.stop.is_requested:
                 return "stopped"
-            if not context.deadline.keeping(publisher.tail_s()).allows(timeline.slowest_recent_step_s()):
+            if not self._room().allows(timeline.slowest_recent_step_s()):
                 return "slice_over"
+            if improved or (clock.monotonic_s() >= publish_due_at_s and not publisher.is_busy()):
+                with timeline.phase("publish"):
+                    is_started = self._publish_behind()
+                if improved and not is_started:
+                    return "stopped" if context.stop.is_requested else "slice_over"
+                publish_due_at_s = self._next_publish_s()
             step = self.progress.step + 1
             with timeline.step():
                 with context.stop.may_give_up():
                     result = self._stepper.forward_backward(step)
                 grad_norm = None if result.loss is None else self._stepper.apply(step)
             self._record(step, result, grad_norm)
+
+    def _room(self) -> clock.Deadline:
+        """Until when there is time for more than the last publish."""
+        return self._context.deadline.keeping(self._publisher.tail_s())
+
+    def _publish_behind(self) -> bool:
+        """Start a publish, after the one that is under way. False if the slice's last one would have to wait for it,
+        or somebody asks to stop."""
+        publisher = self._publisher
+        while self._room().allows(publisher.publish_s()) and not self._context.stop.is_requested:
+            if not publisher.is_busy():
+                publisher.start(self._snapshot())
+                return True
+            publisher.let_finish(_POLL_S)
+        return False
 
     def _next_publish_s(self) -> float:
         return clock.monotonic_s() + self._config.checkpoint.every_s
@@ -196,7 +221,7 @@ class Loop:
 
     def _append(self, row: dict[str, Any]) -> None:
         self._lock.require()
-        num_bytes = durable.append_rows(self._run.metrics, [row])
+        num_bytes = self._metrics.append(row)
         self.progress = replace(self.progress, metrics_bytes=self.progress.metrics_bytes + num_bytes)
 
     def _on_out_of_memory(self, step: int, num_rows: int) -> None:
@@ -221,7 +246,7 @@ class Loop:
         assert self._evaluator is not None
 
         def check_time() -> None:
-            if context.deadline.keeping(self._publisher.tail_s()).is_over():
+            if self._room().is_over():
                 raise NoTime
 
         def on_out_of_memory(num_rows: int) -> None:
@@ -229,7 +254,7 @@ class Loop:
 
         with context.timeline.phase("evaluation"), context.stop.may_give_up():
             value = self._evaluator.val_loss(check_time, on_out_of_memory)
-        require_sane(value, step, "Held-out loss")
+        require_sane(value, step, "Held-out loss", intact_step=step)
         best = self.progress.best
         improved = best is None or value < best["val_loss"]
         if improved:
@@ -253,12 +278,26 @@ class Loop:
 
     def _save(self) -> None:
         """Publish the state as it is, in what time is left."""
-        deadlines = [self._context.deadline, self._context.stop.deadline]
-        until = min((deadline.at_s for deadline in deadlines if deadline), default=self._context.deadline.at_s)
         with self._context.timeline.phase("publish"):
-            self._publisher.finish(self._snapshot(), clock.Deadline(until))
+            self._publisher.settle(self.progress.key, self._until)
+            if self._did_anything:
+                self._publisher.finish(self._snapshot(), self._until)
+
+    def _until(self) -> clock.Deadline:
+        """When the slice must have ended: at its own deadline, or when a stop signal's grace is over."""
+        own, asked = self._context.deadline, self._context.stop.deadline
+        return own if asked is None or own.at_s < asked.at_s else asked
+
+    def _keep_to_saved_best(self) -> None:
+        """A checkpoint may only name a best that there is: on a full disk it may not have been saved."""
+        best = self.progress.best
+        if best and best["step"] != self.progress.step and not (self._run.checkpoints / best["checkpoint"]).exists():
+            self._context.say(f"Step {best['step']} was the best so far and could not be saved; the one before stays.")
+            self.progress = replace(self.progress, best=self._saved_best)
+        self._saved_best = self.progress.best
 
     def _snapshot(self) -> Snapshot:
+        self._keep_to_saved_best()
         config, identity, progress = self._config, self._identity, self.progress
         rows_seen = min(progress.step * config.train.rows_per_step, self._order.total_rows)
         facts = {
@@ -267,11 +306,12 @@ class Loop:
             "config": config.model_dump(mode="json"),
             "seed": identity.seed,
             "best": progress.best,
+            "publish_s": self._publisher.measured_s,
             "num_threads": self._num_threads,
             "versions": versions(),
         }
         return Snapshot(
-            step=progress.step,
+            key=progress.key,
             num_updates=progress.num_updates,
             adapter=_copies({name: parameter.detach() for name, parameter in self._model.parameters.items()}),
             optimizer=_copies(optim.state_tensors(self._optimizer, self._model.parameters)),
@@ -282,18 +322,18 @@ class Loop:
     def _on_published(self, step: int) -> None:
         self._context.emit({"event": "published", "step": step})
 
-    def _sync_metrics(self) -> None:
-        if self._run.metrics.exists():
-            durable.sync_file(self._run.metrics)
-
-    def _publish_results(self) -> None:
-        """`adapter/`, the final state, and `best/`, the best by held-out loss, as standard PEFT folders."""
+    def _publish_results(self) -> str:
+        """`adapter/`, the final state, and `best/`, the best by held-out loss, as standard PEFT folders. Returns the
+        ending: not `done` if it is left to the next slice because the time is over."""
+        if not self._until().allows(self._publisher.tail_s()):
+            return "stopped" if self._context.stop.is_requested else "slice_over"
         run, best = self._run, self.progress.best
         final = run.checkpoints / self._final_checkpoint()
         facts = {"step": self.progress.step, "seed": self._identity.seed, "run": run.name}
         if best is not None:
             _publish_adapter(run.checkpoints / best["checkpoint"], run.best, {**facts, **best})
         _publish_adapter(final, run.adapter, facts)
+        return "done"
 
     def _final_checkpoint(self) -> str:
         checkpoint = self._store.newest(self._context.say)

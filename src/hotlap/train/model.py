@@ -1,6 +1,7 @@
 """The base model with its adapter: load, attach LoRA, name its parameters, save as standard PEFT."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,10 @@ def attach_lora(base: torch.nn.Module, config: LoraConfig, seed: int, base_name:
     )
     torch.manual_seed(seed)
     try:
-        model = get_peft_model(base, peft_config)  # pyright: ignore[reportArgumentType]
+        with warnings.catch_warnings():
+            # peft 0.21 asks transformers 5.24 by a name that is going away; the user can do nothing about it.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            model = get_peft_model(base, peft_config)  # pyright: ignore[reportArgumentType]
     except ValueError as error:
         raise ConfigError(f"lora.target_modules = {config.target_modules!r} does not fit this model: {error}") from None
     assert isinstance(model, PeftModel)

@@ -9,7 +9,7 @@ from typing import Any
 from hotlap import artifacts, clock, runs
 from hotlap.config import RunConfig
 from hotlap.data import packed
-from hotlap.errors import RunChanged
+from hotlap.errors import HotlapError, RunChanged
 from hotlap.train.context import Context
 
 Say = Callable[[str], None]
@@ -41,7 +41,7 @@ def open_run(run: runs.RunFolder, context: Context) -> OpenedRun:
     identity = runs.read_identity(run)
     if identity is None:
         return _begin(run, context, model_folder, sources)
-    _require_unchanged(run, identity, config, model_folder, sources)
+    _require_unchanged(run, identity, config, model_folder, sources, context.say)
     packing = _packing(identity, config, model_folder, sources, context.say)
     return OpenedRun(identity, model_folder, packing, _order(identity, config))
 
@@ -100,6 +100,7 @@ def _require_unchanged(
     config: RunConfig,
     model_folder: Path,
     sources: dict[str, Path],
+    say: Say,
 ) -> None:
     differences = list(_changed_settings(identity, config))
     for what, path, pins in [
@@ -110,6 +111,9 @@ def _require_unchanged(
     if missing := sorted(set(identity.data_pins) - set(sources)):
         differences.append(f"{missing[0]}: part of the run, but not given now")
     if differences:
+        num_steps = _horizon_now(identity, config, model_folder, sources, say)
+        if num_steps not in (None, identity.num_steps):
+            differences.append(f"the run's horizon is {identity.num_steps} steps and would be {num_steps}")
         raise RunChanged(
             f"{run.name} began with something else: {'; '.join(differences)}. "
             f"Put it back to go on with this run, or start another one with --run NAME."
@@ -118,15 +122,25 @@ def _require_unchanged(
 
 def _changed_settings(identity: runs.Identity, config: RunConfig) -> Iterator[str]:
     then, now = _flat(identity.trajectory), _flat(config.trajectory)
-    lengths_differ = False
     for key in sorted(set(then) | set(now)):
         if key not in _PLACES and then.get(key) != now.get(key):
-            lengths_differ |= key.startswith("train.")
             yield f"{key} is {then.get(key)} in the run and {now.get(key)} now"
     if config.seed is not None and config.seed != identity.seed:
         yield f"seed is {identity.seed} in the run and {config.seed} now"
-    if lengths_differ and (num_steps := _order(identity, config).num_steps) != identity.num_steps:
-        yield f"the run's horizon is {identity.num_steps} steps and would be {num_steps}"
+
+
+def _horizon_now(
+    identity: runs.Identity, config: RunConfig, model_folder: Path, sources: dict[str, Path], say: Say
+) -> int | None:
+    """The steps of a run of what is given now; None if that is no run."""
+    if config.train.max_steps is not None:
+        return config.train.max_steps
+    held_out = sources.get("eval_dataset")
+    try:
+        packing = packed.prepare(config, identity.seed, sources["dataset"], held_out, model_folder, say)
+    except HotlapError:
+        return None
+    return packed.plan_order(config, identity.seed, packing.train.num_rows).num_steps
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

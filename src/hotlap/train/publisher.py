@@ -12,12 +12,13 @@ from hotlap import clock
 from hotlap.checkpoint import CheckpointStore
 from hotlap.errors import DiskFull
 from hotlap.train import model, optim
+from hotlap.train.stop import EXIT_S
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 _GUESSED_BYTES_PER_S = 50e6
-_EXIT_S = 0.5
 _RETRY_FOR_S = 30.0
 _RETRY_EVERY_S = 1.0
+_POLL_S = 0.05
 
 
 class Cancelled(Exception):
@@ -28,12 +29,23 @@ class Cancelled(Exception):
 class Snapshot:
     """The state after a step, copied, so that training can go on while it is written."""
 
-    step: int
+    key: tuple[int, int]
+    """`Progress.key`: the step comes first."""
+
     num_updates: int
     adapter: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
     adapter_config: bytes
     facts: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.key[0]
+
+    @property
+    def is_best(self) -> bool:
+        best = self.facts["best"]
+        return best is not None and best["step"] == self.step
 
     @property
     def num_bytes(self) -> int:
@@ -44,11 +56,6 @@ class Snapshot:
         yield model.ADAPTER_CONFIG_FILE, self.adapter_config
         yield model.ADAPTER_FILE, model.save_tensors(self.adapter)
         yield OPTIMIZER_FILE, model.save_tensors(self.optimizer)
-
-
-def published_key(facts: dict[str, Any]) -> tuple[int, int]:
-    """Tells two states apart: the step, and the last step that was evaluated."""
-    return facts["progress"]["step"], facts["progress"]["last_eval_step"]
 
 
 class Publisher:
@@ -62,7 +69,7 @@ class Publisher:
         on_published: Callable[[int], None],
         say: Callable[[str], None],
     ) -> None:
-        """`before` runs ahead of each publish: it makes durable what the checkpoint refers to."""
+        """`before` is part of each publish, and its beginning: it makes durable what the checkpoint refers to."""
         self._store = store
         self._parameters = parameters
         self._before = before
@@ -70,25 +77,39 @@ class Publisher:
         self._say = say
         self._thread: threading.Thread | None = None
         self._under_way: Snapshot | None = None
+        self._began_s = 0.0
         self._cancel = threading.Event()
         self._error: BaseException | None = None
         self._slowest_s: float | None = None
+        self._slowest_before_s: float | None = None
         self._num_bytes = 65_536 + sum(3 * parameter.nbytes for parameter in parameters.values())
         self.published: tuple[int, int] | None = None
-        """`published_key` of the newest state that is published."""
+        """`key` of the newest state that is published."""
+
+    @property
+    def measured_s(self) -> float | None:
+        """How long a publish takes: the slowest of this slice, or else of the one before."""
+        return self._slowest_s or self._slowest_before_s
+
+    def take_up(self, published: tuple[int, int], measured_s: float | None) -> None:
+        """Go on from what an earlier slice published and measured."""
+        self.published = published
+        self._slowest_before_s = measured_s
 
     def publish_s(self) -> float:
-        """How long a publish takes: the slowest measured, a guess from the size before the first."""
-        if self._slowest_s is not None:
-            return self._slowest_s
-        return 1.0 + self._num_bytes / _GUESSED_BYTES_PER_S
+        """`measured_s`, or a guess from the size."""
+        return self.measured_s or 1.0 + self._num_bytes / _GUESSED_BYTES_PER_S
 
     def tail_s(self) -> float:
         """Time to keep for the last publish and for leaving."""
-        return 1.5 * self.publish_s() + _EXIT_S
+        return 1.5 * self.publish_s() + EXIT_S
 
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    def let_finish(self, at_most_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(at_most_s)
 
     def start(self, snapshot: Snapshot) -> None:
         """Publish behind; waits for the one before, and raises its error. A full disk is told and tried again later."""
@@ -111,28 +132,43 @@ class Publisher:
         elif error is not None and not isinstance(error, Cancelled):
             raise error
 
-    def finish(self, snapshot: Snapshot, deadline: clock.Deadline) -> None:
-        """Publish now, unless this state is published already. Gives up an older publish that is under way if both
-        do not fit; tries again for a while if the disk is full.
+    def settle(self, key: tuple[int, int], until: Callable[[], clock.Deadline]) -> None:
+        """`wait`, and give up an older state than `key` if both that and `key`'s do not fit. `until` is asked again
+        and again: a stop signal brings it nearer."""
+        while self.is_busy():
+            if self._is_in_the_way(key, until()):
+                self._cancel.set()
+            self.let_finish(_POLL_S)
+        self.wait()
+
+    def finish(self, snapshot: Snapshot, until: Callable[[], clock.Deadline]) -> None:
+        """Publish now, unless this state is published already; tries again for a while if the disk is full.
 
         Raises:
             HotlapError: it could not be saved.
         """
-        is_other = self._under_way is not None and published_key(self._under_way.facts) != published_key(snapshot.facts)
-        if self.is_busy() and is_other and not deadline.allows(2 * self.publish_s()):
-            self._cancel.set()
-        self.wait()
         retry_until = clock.Deadline(clock.monotonic_s() + _RETRY_FOR_S)
-        while self.published != published_key(snapshot.facts):
+        while self.published != snapshot.key:
             self._cancel.clear()
             self._run(snapshot)
             error, self._error = self._error, None
             if error is None:
                 return
-            out_of_time = retry_until.is_over() or not deadline.allows(self.publish_s() + _RETRY_EVERY_S)
+            out_of_time = retry_until.is_over() or not until().allows(self.publish_s() + _RETRY_EVERY_S)
             if not isinstance(error, DiskFull) or out_of_time:
                 raise error
             clock.sleep_s(_RETRY_EVERY_S)
+
+    def _is_in_the_way(self, key: tuple[int, int], deadline: clock.Deadline) -> bool:
+        """Whether `key`'s publish fits only if the one under way is given up. Where it fits in no case, the older
+        state is better than none; and the best so far is no other's to give up."""
+        assert self._under_way is not None
+        if self._under_way.key == key or self._under_way.is_best:
+            return False
+        if self.measured_s is None:
+            return True
+        left_s = max(0.0, self.measured_s - (clock.monotonic_s() - self._began_s))
+        return deadline.allows(self.measured_s) and not deadline.allows(left_s + self.measured_s)
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -140,12 +176,11 @@ class Publisher:
             self._thread = None
 
     def _run(self, snapshot: Snapshot) -> None:
-        began_s = clock.monotonic_s()
+        self._began_s = clock.monotonic_s()
         try:
-            self._before()
             self._store.publish(
                 snapshot.step,
-                snapshot.files,
+                lambda: self._files(snapshot),
                 snapshot.facts,
                 snapshot.num_bytes,
                 inspect=lambda staged: self._inspect(staged, snapshot.num_updates),
@@ -154,9 +189,13 @@ class Publisher:
         except BaseException as error:  # noqa: BLE001  (raised again in the thread that waits)
             self._error = error
             return
-        self._slowest_s = max(self._slowest_s or 0.0, clock.monotonic_s() - began_s)
-        self.published = published_key(snapshot.facts)
+        self._slowest_s = max(self._slowest_s or 0.0, clock.monotonic_s() - self._began_s)
+        self.published = snapshot.key
         self._on_published(snapshot.step)
+
+    def _files(self, snapshot: Snapshot) -> Iterable[tuple[str, bytes]]:
+        self._before()
+        yield from snapshot.files()
 
     def _inspect(self, staged: Path, num_updates: int) -> None:
         path = staged / model.ADAPTER_FILE

@@ -5,26 +5,24 @@ if the cap began before this process did. Events go to standard output as JSON l
 last event is the `result` that is also in the run's `slices/NUMBER/result.json`.
 """
 
-import ctypes
 import faulthandler
 import json
 import os
 import secrets
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from hotlap import clock, runs
 from hotlap.config import load_run_json
-from hotlap.errors import DONE, SLICE_OVER, HotlapError, RunLocked
+from hotlap.errors import DONE, SLICE_OVER, HotlapError, RunLocked, StorageFailed
+from hotlap.train.channel import die_with_parent, events, say
 from hotlap.train.context import Context
 from hotlap.train.stop import GivenUp, StopSignals
 from hotlap.train.timeline import Timeline
 
 _LOCK_GRACE_S = 30.0
 _LAST_RESORT_S = 2.0
-_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str] | None = None, draw_seed: Callable[[], int] = lambda: secrets.randbelow(2**31)) -> None:
@@ -35,13 +33,13 @@ def main(argv: list[str] | None = None, draw_seed: Callable[[], int] = lambda: s
     deadline = clock.Deadline(order.get("deadline_at_s") or started_s + config.slice.cap_s)
     stop = StopSignals(config.slice.grace_s)
     stop.install()
-    _die_with_parent()
+    die_with_parent()
     # The parent is the watchdog. Should it be gone, this ends a hung slice without needing the interpreter.
     faulthandler.dump_traceback_later(deadline.remaining_s() + _LAST_RESORT_S, exit=True)
-    context = Context(config, deadline, stop, Timeline(started_s), _events(), _say, draw_seed)
+    context = Context(config, deadline, stop, Timeline(started_s), events(), say, draw_seed)
     result = run_slice(context)
     context.emit(result)
-    _say(f"hotlap: exit {result['exit_code']} {result['reason']}: {result['message']}")
+    say(f"hotlap: exit {result['exit_code']} {result['reason']}: {result['message']}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(result["exit_code"])  # nothing is left to do that the interpreter's shutdown would do
@@ -71,8 +69,16 @@ def run_slice(context: Context) -> dict[str, Any]:
         "timeline": context.timeline.as_json(),
     }
     if lock is not None and ending != RunLocked.reason:
-        lock.release(result)
+        _release(lock, result, context.say)
     return result
+
+
+def _release(lock: runs.RunLock, result: dict[str, Any], say: Callable[[str], None]) -> None:
+    """A volume that takes no account must not hide how the slice ended."""
+    try:
+        lock.release(result)
+    except StorageFailed as error:
+        say(f"The slice's account is not kept. {error}")
 
 
 def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dict[str, Any]) -> str:
@@ -86,7 +92,8 @@ def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dic
             from hotlap.train.loop import Loop
     loop = Loop(run, lock, opened, context)
     facts |= {"resumed_at": loop.resumed_at, "num_run_steps": loop.num_steps}
-    context.emit({"event": "start", "run": run.name, **facts, "deadline_at_s": context.deadline.at_s})
+    deadline_at_s = context.deadline.at_s
+    context.emit({"event": "start", "run": run.name, "pid": os.getpid(), **facts, "deadline_at_s": deadline_at_s})
     try:
         return loop.run()
     finally:
@@ -97,38 +104,6 @@ def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dic
             "num_tokens": loop.num_tokens,
             "tokens_per_s": round(loop.num_tokens / steps_s, 1) if steps_s else None,
         }
-
-
-def _events() -> Callable[[dict[str, Any]], None]:
-    """Events on what was standard output; whatever a library prints goes to standard error from now on."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def emit(event: dict[str, Any]) -> None:
-        try:
-            channel.write(json.dumps(event) + "\n")
-            channel.flush()
-        except BrokenPipeError:  # nobody listens any more; the run's files tell it all
-            return
-
-    return emit
-
-
-def _say(text: str) -> None:
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except BrokenPipeError:
-        return
-
-
-def _die_with_parent() -> None:
-    """Ask Linux for a SIGTERM when the watching parent dies, so that no slice runs on unwatched."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        signal.raise_signal(signal.SIGTERM)
 
 
 if __name__ == "__main__":

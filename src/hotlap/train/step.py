@@ -144,15 +144,15 @@ class Stepper:
         return float(norm)
 
 
-def require_sane(value: float, step: int, what: str = "Loss") -> None:
+def require_sane(value: float, step: int, what: str = "Loss", intact_step: int | None = None) -> None:
     """
     Raises:
         NonFiniteLoss, Diverged
     """
     if not math.isfinite(value):
-        raise NonFiniteLoss(what, value, step)
+        raise NonFiniteLoss(what, value, step, intact_step)
     if value > _ABSURD_LOSS:
-        raise Diverged(value, step)
+        raise Diverged(value, step, intact_step, what)
 
 
 def step_seed(seed: int, step: int) -> int:

@@ -16,6 +16,8 @@ from hotlap import clock
 from hotlap.errors import INTERRUPTED
 
 _REPEAT_S = 0.5
+EXIT_S = 0.5
+"""Time to keep for what comes after the last save."""
 
 
 class GivenUp(BaseException):
@@ -25,9 +27,9 @@ class GivenUp(BaseException):
 class StopSignals:
     """Turns this process's stop signals into `is_requested`; install once, early, from the main thread."""
 
-    def __init__(self, grace_s: float, publish_s: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, grace_s: float, tail_s: Callable[[], float] = lambda: EXIT_S) -> None:
         self._grace_s = grace_s
-        self._publish_s = publish_s
+        self._tail_s = tail_s
         self._may_give_up = False
         self._deadline: clock.Deadline | None = None
         self._num_interrupts = 0
@@ -37,9 +39,9 @@ class StopSignals:
             signal.signal(number, self._on_stop)
         signal.signal(signal.SIGALRM, self._on_alarm)
 
-    def measure_publish_with(self, publish_s: Callable[[], float]) -> None:
-        """From now on keep `publish_s()` seconds of the grace for saving."""
-        self._publish_s = publish_s
+    def measure_tail_with(self, tail_s: Callable[[], float]) -> None:
+        """From now on keep `tail_s()` seconds of the grace for saving and leaving."""
+        self._tail_s = tail_s
 
     @property
     def is_requested(self) -> bool:
@@ -62,7 +64,7 @@ class StopSignals:
             self._may_give_up = False
 
     def _is_late(self) -> bool:
-        return self._deadline is not None and self._deadline.remaining_s() <= self._publish_s()
+        return self._deadline is not None and self._deadline.remaining_s() <= self._tail_s()
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
         self._num_interrupts += number == signal.SIGINT
@@ -71,7 +73,7 @@ class StopSignals:
         if self._deadline is None:
             self._deadline = clock.Deadline(clock.monotonic_s() + self._grace_s)
             # Repeated, because an exception raised inside a destructor or a callback is swallowed.
-            signal.setitimer(signal.ITIMER_REAL, max(1e-3, self._grace_s - self._publish_s()), _REPEAT_S)
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, self._grace_s - self._tail_s()), _REPEAT_S)
 
     def _on_alarm(self, _number: int, _frame: FrameType | None) -> None:
         if self._may_give_up:
