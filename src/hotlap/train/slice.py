@@ -51,9 +51,13 @@ def run_slice(context: Context) -> dict[str, Any]:
     lock = None
     facts: dict[str, Any] = {}
     try:
-        lock = runs.acquire(run, context.deadline.remaining_s() + _LOCK_GRACE_S, context.say)
-        facts["slice_number"] = lock.number
-        ending = _train(run, lock, context, facts)
+        if runs.is_finished(run):
+            facts["step"] = _require_same_run(run, context)
+            ending = "done"
+        else:
+            lock = runs.acquire(run, context.deadline.remaining_s() + _LOCK_GRACE_S, context.say)
+            facts["slice_number"] = lock.number
+            ending = _train(run, lock, context, facts)
         code, message = (DONE, "the run is done") if ending == "done" else (SLICE_OVER, "call again to go on")
     except GivenUp:
         code, ending, message = SLICE_OVER, "stopped", "stopped before the first step"
@@ -79,6 +83,13 @@ def _release(lock: runs.RunLock, result: dict[str, Any], say: Callable[[str], No
         lock.release(result)
     except StorageFailed as error:
         say(f"The slice's account is not kept. {error}")
+
+
+def _require_same_run(run: runs.RunFolder, context: Context) -> int:
+    """A finished run is not trained again, but other settings are refused as at any time. Returns its last step."""
+    from hotlap.train.opening import open_run
+
+    return open_run(run, context).identity.num_steps
 
 
 def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dict[str, Any]) -> str:
