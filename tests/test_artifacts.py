@@ -616,7 +616,7 @@ def test_pickled_weights_are_refused_before_they_are_downloaded(hub: Hub, say: S
 
 def test_a_repository_that_is_no_model_is_called_by_its_name(hub: Hub, home: Path, say: Said):
     del hub.files["tokenizer.json"]
-    with pytest.raises(MissingArtifact, match="^org/name has no tokenizer"):
+    with pytest.raises(MissingArtifact, match=r"^org/name has no tokenizer"):
         artifacts.fetch("org/name", say)
     assert published(home) == [] and leftovers(home) == []
 

@@ -279,7 +279,7 @@ def packed_rows(rows: Rows, places: list[tuple[int, int]], seq_len: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def adapted(tiny_model: Path) -> Any:
+def adapted(tiny_model: Path) -> Iterator[Any]:
     """F1 with an adapter whose B is not zero, so that every tensor has a gradient."""
     import torch
 
@@ -292,7 +292,10 @@ def adapted(tiny_model: Path) -> Any:
         for name, parameter in adapted.parameters.items():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    return adapted
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield adapted
+    torch.set_num_threads(num_threads)
 
 
 def stepped(adapted: Any, dataset: Any, config: RunConfig) -> tuple[float, dict[str, Any]]:

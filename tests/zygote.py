@@ -8,6 +8,7 @@ Parent and zygote talk in JSON lines: {"argv", "patch", "out", "env"} in; {"pid"
 """
 
 import importlib
+import itertools
 import json
 import os
 import select
@@ -82,24 +83,25 @@ class SliceProcess:
 class Zygote:
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
-        self._num_slices = 0
+        self._numbers = itertools.count(1)
         self._slices: dict[int, SliceProcess] = {}
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         self._answers: list[int] = []
+        self._turn = threading.Lock()
         self._started = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def start(self, config: RunConfig, patch: str | None = None, env: dict[str, str] | None = None) -> SliceProcess:
         """Start a slice. `patch` names `module:function` of the tests, called in the child before the slice."""
-        self._num_slices += 1
-        out = self._scratch / f"slice-{self._num_slices}.jsonl"
+        out = self._scratch / f"slice-{next(self._numbers)}.jsonl"
         argv = [json.dumps({"config": config.model_dump(mode="json")})]
         order = {"argv": argv, "patch": patch, "out": str(out), "env": {**os.environ, **(env or {})}}
         assert self._process.stdin
-        with self._started:
+        # Answers carry no name, so one order at a time.
+        with self._turn, self._started:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
             assert self._started.wait_for(lambda: bool(self._answers), timeout=60), "the zygote does not answer"

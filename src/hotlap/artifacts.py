@@ -85,12 +85,7 @@ def locate_model(ref: str) -> Path:
         MissingArtifact: it is not here; the message names the command that brings it.
         CorruptFile: it is here, and damaged.
     """
-    place = _resolved(ref, "model")
-    if isinstance(place, Path):
-        return place
-    final = _final_folder(place, "model")
-    _check_cheaply(final, f"hotlap prefetch {shlex.quote(ref)}")
-    return final
+    return _locate(ref, "model")
 
 
 def locate_dataset(ref: str) -> Path:
@@ -100,20 +95,22 @@ def locate_dataset(ref: str) -> Path:
         MissingArtifact: it is not here; the message names the command that brings it.
         CorruptFile: it is here, and damaged.
     """
-    place = _resolved(ref, "dataset")
+    return _locate(ref, "dataset")
+
+
+def _locate(ref: str, kind: Kind) -> Path:
+    place = _resolved(ref, kind)
     if isinstance(place, Path):
         return place
-    final = _final_folder(place, "dataset")
-    _check_cheaply(final, f"hotlap prefetch --dataset {shlex.quote(ref)}")
-    return _entry(final, place, "dataset")
+    final = _final_folder(place, kind)
+    _check_cheaply(final, ref, f"hotlap prefetch {'--dataset ' if kind == 'dataset' else ''}{shlex.quote(ref)}")
+    return _entry(final, place, kind)
 
 
 def _resolved(ref: str, kind: Kind) -> Path | _Source:
     """Either a place that is used as it is, or what has to be brought."""
     source = sources.parse(ref)
-    if not isinstance(source, Path):
-        return source
-    if kind == "dataset":
+    if not isinstance(source, Path) or kind == "dataset":
         return source
     if source.suffix.lower() == ".gguf" and source.is_file():
         return _identified(source)
@@ -158,9 +155,9 @@ def _entry(final: Path, source: _Source, kind: Kind) -> Path:
     return final / _DATA / source.file_name if isinstance(source, PackagedFile) else final / _DATA
 
 
-def _check_cheaply(final: Path, command: str) -> None:
+def _check_cheaply(final: Path, ref: str, command: str) -> None:
     if not final.is_dir():
-        raise MissingArtifact(f"{final.name} is not here yet. Run `{command}` once while there is a network.")
+        raise MissingArtifact(f"{ref} is not on this machine yet, and training fetches nothing. Run `{command}` once.")
     try:
         for name, entry in durable.read_manifest(final)["files"].items():
             file = final / name
@@ -247,6 +244,8 @@ def _is_whole(final: Path, say: Say) -> bool:
 def _build(source: _Source, kind: Kind, final: Path, say: Say) -> None:
     if final.exists():
         durable.remove_tree(final)
+    if isinstance(source, PackagedFile):
+        durable.require_free(final.parent, source.needs_bytes)
     staged = final.with_name(f".{final.name}.stage-{os.urandom(4).hex()}")
     durable.make_dirs(staged)
     try:

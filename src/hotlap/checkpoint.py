@@ -53,6 +53,10 @@ class CheckpointStore:
             return checkpoint
         return None
 
+    def newest_facts(self) -> dict[str, Any]:
+        """Of the newest checkpoint that this slice read or published; empty if there is none."""
+        return self._newest.facts if self._newest else {}
+
     def name_of(self, step: int) -> str:
         """The name under which this slice publishes a step."""
         return f"step-{step:08d}-slice-{self._slice_number:04d}"
@@ -149,10 +153,11 @@ class CheckpointStore:
         that verified names in its facts (`facts["best"]["checkpoint"]`)."""
         if self._newest is None:
             return
-        best = self._newest.facts.get("best")
+        best = self.newest_facts().get("best")
         newest_rank = _rank(self._newest.folder)
         ranked = sorted((path for path in _candidates(self.folder) if _rank(path) <= newest_rank), key=_rank)
-        whole = [path for path in ranked if path not in self._damaged]
+        # Without its manifest it is one whose removal was cut short.
+        whole = [path for path in ranked if path not in self._damaged and (path / durable.MANIFEST).exists()]
         kept = {path.name for path in whole[-keep:]} | ({best["checkpoint"]} if best else set())
         for path in ranked:
             if path.name not in kept:

@@ -159,8 +159,9 @@ def _event_in(line: str) -> Event | None:
 
 def _reader(kind: str, stream: IO[str], lines: "queue.Queue[tuple[str, str]]") -> threading.Thread:
     def read() -> None:
-        for line in stream:
-            lines.put((kind, line.rstrip("\n")))
+        with stream:
+            for line in stream:
+                lines.put((kind, line.rstrip("\n")))
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()

@@ -178,7 +178,6 @@ def download_packaged(source: PackagedFile, folder: Path, say: Say) -> dict[str,
         PinMismatch: the file has other bytes than were pinned.
         DiskFull: it does not fit.
     """
-    durable.require_free(folder, source.needs_bytes)
     target = folder / source.file_name
     with storage_errors(target):
         durable.disk.create(target, b"")

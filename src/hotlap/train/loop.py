@@ -62,7 +62,6 @@ class Loop:
         self.num_tokens = 0
         self._num_zero_losses = 0
         self._did_anything = False
-        self._saved_best: dict[str, Any] | None = None
         self._num_threads = _use_threads(self._config.slice.num_threads or self._identity.num_threads)
         with context.timeline.phase("load"), context.stop.may_give_up():
             base = model.load_base(opened.model_folder)
@@ -120,7 +119,6 @@ class Loop:
             except CorruptFile as error:
                 self._context.say(f"The best checkpoint so far is lost: {error} The best from here on is kept.")
                 progress = replace(progress, best=None)
-        self._saved_best = progress.best
         return progress
 
     # --- the loop ---
@@ -255,6 +253,7 @@ class Loop:
         with context.timeline.phase("evaluation"), context.stop.may_give_up():
             value = self._evaluator.val_loss(check_time, on_out_of_memory)
         require_sane(value, step, "Held-out loss", intact_step=step)
+        self._keep_to_saved_best()
         best = self.progress.best
         improved = best is None or value < best["val_loss"]
         if improved:
@@ -290,11 +289,12 @@ class Loop:
 
     def _keep_to_saved_best(self) -> None:
         """A checkpoint may only name a best that there is: on a full disk it may not have been saved."""
-        best = self.progress.best
-        if best and best["step"] != self.progress.step and not (self._run.checkpoints / best["checkpoint"]).exists():
-            self._context.say(f"Step {best['step']} was the best so far and could not be saved; the one before stays.")
-            self.progress = replace(self.progress, best=self._saved_best)
-        self._saved_best = self.progress.best
+        best, saved = self.progress.best, self._store.newest_facts().get("best")
+        if best in (None, saved) or best["step"] == self.progress.step or self._publisher.is_busy():
+            return
+        self._context.say(f"Step {best['step']} was the best so far and could not be saved; the one before stays.")
+        is_there = saved is not None and (self._run.checkpoints / saved["checkpoint"]).exists()
+        self.progress = replace(self.progress, best=saved if is_there else None)
 
     def _snapshot(self) -> Snapshot:
         self._keep_to_saved_best()

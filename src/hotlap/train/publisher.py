@@ -97,8 +97,9 @@ class Publisher:
         self._slowest_before_s = measured_s
 
     def publish_s(self) -> float:
-        """`measured_s`, or a guess from the size."""
-        return self.measured_s or 1.0 + self._num_bytes / _GUESSED_BYTES_PER_S
+        """`measured_s`, or a guess from the size; no less than the one under way has taken."""
+        expected_s = self.measured_s or 1.0 + self._num_bytes / _GUESSED_BYTES_PER_S
+        return max(expected_s, clock.monotonic_s() - self._began_s) if self.is_busy() else expected_s
 
     def tail_s(self) -> float:
         """Time to keep for the last publish and for leaving."""
