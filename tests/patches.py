@@ -1,6 +1,7 @@
 """What tests change in a slice process before it starts, by name: `patches:slow_steps`."""
 
 import contextlib
+import itertools
 import os
 import random
 import resource
@@ -152,12 +153,14 @@ def _slow_evaluation(seconds: str) -> None:
 
 def _slow_write(seconds: str) -> None:
     """A checkpoint's write, spread over its syncs: three files, the manifest, its folder, and the folder above."""
+    numbers = itertools.count(1)
 
     class SlowCheckpoints(durable.Disk):
         def make_dir(self, path: Path) -> None:
             super().make_dir(path)
             if path.name.startswith(".staging-step-"):
-                mark(f"write {int(path.name.split('-')[2])}")
+                mark(f"write {next(numbers)}")
+                mark(f"write of step {int(path.name.split('-')[2])}")
 
         def sync(self, path: Path) -> None:
             if "checkpoints" in path.parts:

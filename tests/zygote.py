@@ -196,7 +196,7 @@ def _become_slice(order: dict[str, Any]) -> None:
         from hotlap.train import slice as slice_module
 
         slice_module.main(order["argv"])
-    except BaseException:
+    except BaseException:  # noqa: BLE001  (told, then the forked child ends)
         import traceback
 
         traceback.print_exc()

@@ -1,0 +1,102 @@
+"""The watchdog: deadlines, signals, and nothing left behind."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from hotlap import child, clock
+from hotlap.errors import ChildCrashed
+
+
+def run(code: str, seconds: float = 30.0, **listeners: Any) -> child.ChildEnd:
+    return child.run_child([sys.executable, "-c", code], clock.Deadline(clock.monotonic_s() + seconds), **listeners)
+
+
+def test_events_talk_and_result() -> None:
+    events: list[dict[str, Any]] = []
+    talk: list[str] = []
+    code = """
+import json, sys
+print(json.dumps({"event": "step", "step": 1}), flush=True)
+print("a library prints", flush=True)
+print("talk", file=sys.stderr)
+print(json.dumps({"event": "result", "exit_code": 75}))
+sys.exit(75)
+"""
+    end = run(code, on_event=events.append, on_talk=talk.append)
+    assert events == [{"event": "step", "step": 1}]
+    assert sorted(talk) == ["a library prints", "talk"]
+    assert (end.exit_code, end.result) == (75, {"event": "result", "exit_code": 75})
+    end.raise_if_killed("It")
+
+
+def test_past_its_deadline_the_whole_group_dies() -> None:
+    """A child that ignores SIGTERM, with a grandchild that does too and holds the pipes."""
+    code = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print('{"event": "grandchild", "pid": %d}' % grandchild.pid, flush=True)
+time.sleep(600)
+"""
+    events: list[dict[str, Any]] = []
+    end = run(code, seconds=1.5, on_event=events.append)
+    assert end.exit_code == 124
+    for pid in (end.pid, events[0]["pid"]):
+        with pytest.raises(ProcessLookupError):
+            clock.process_birth(pid)
+
+
+def test_kill_from_outside_is_told_with_the_likely_cause() -> None:
+    end = run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    assert end.exit_code == -signal.SIGKILL
+    with pytest.raises(ChildCrashed, match=r"The slice was ended by SIGKILL from outside.*out of memory"):
+        end.raise_if_killed("The slice")
+
+
+def test_crash_leaves_its_last_words() -> None:
+    end = run("raise SystemError('out of cheese')")
+    assert end.exit_code == 1
+    assert "out of cheese" in end.last_words
+
+
+def test_first_stop_is_passed_on_and_waited_for() -> None:
+    code = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), sys.exit(75)))
+print('{"event": "ready"}', flush=True)
+time.sleep(600)
+"""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        end = run(code, on_event=lambda _event, number=number: os.kill(os.getpid(), number))
+        assert end.exit_code == 75
+
+
+def test_second_interrupt_kills() -> None:
+    code = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print('{"event": "ready"}', flush=True)
+time.sleep(600)
+"""
+
+    def interrupt_twice(_event: dict[str, Any]) -> None:
+        def interrupt() -> None:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+
+        threading.Thread(target=interrupt).start()
+
+    assert run(code, on_event=interrupt_twice).exit_code == 130
+
+
+def test_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    run("pass")
+    assert signal.getsignal(signal.SIGINT) is before

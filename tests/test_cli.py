@@ -1,0 +1,160 @@
+"""The command line as a user meets it: real commands in real processes."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hotlap import errors
+from hotlap.cli import cli
+
+COMMANDS = sorted(cli.commands)
+
+
+def hotlap(*args: str, cwd: Path, check: int | None = 0) -> subprocess.CompletedProcess[str]:
+    process = subprocess.run(
+        [sys.executable, "-m", "hotlap", *args], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+    assert check is None or process.returncode == check, process.stdout + process.stderr
+    return process
+
+
+@pytest.fixture
+def tiny_args(tiny_model: Path, f3: Path) -> list[str]:
+    return [
+        *("train", "--base-model", str(tiny_model), "--dataset", str(f3), "--run", "tiny"),
+        *("--set", "data.seq_len=64", "--set", "lora.rank=4", "--set", "slice.num_threads=1"),
+    ]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_help_ends_with_an_example_that_parses(name: str) -> None:
+    text = CliRunner().invoke(cli, [name, "--help"]).output
+    example = text.rstrip().splitlines()[-1].strip()
+    program, command, *args = shlex.split(example)
+    assert (program, command) == ("hotlap", name)
+    cli.commands[name].make_context(name, args)
+
+
+def test_help_of_a_command_says_what_every_option_does() -> None:
+    for name, command in cli.commands.items():
+        for parameter in command.params:
+            if parameter.param_type_name == "option":
+                assert parameter.help, f"{name} {parameter.name}"  # type: ignore[attr-defined]
+
+
+@pytest.mark.torch
+def test_a_run_from_the_command_line(tiny_args: list[str], tmp_path: Path) -> None:
+    """Train, look, ask, and meet the refusals, each as its own command."""
+    train = [*tiny_args, "--set", "train.max_steps=12"]
+    first = hotlap(*train, "--chain", cwd=tmp_path)
+    assert first.stdout.strip() == "runs/tiny/adapter"
+    assert "slice 1, from the start of 12" in first.stderr and "step 12/12" in first.stderr
+    assert first.stderr.rstrip().splitlines()[-1].startswith("hotlap: exit 0 done")
+
+    listing = json.loads(hotlap("runs", "--json", cwd=tmp_path).stdout)
+    assert [(row["name"], row["state"], row["step"]) for row in listing] == [("tiny", "finished", 12)]
+    assert "finished" in hotlap("runs", cwd=tmp_path).stdout
+
+    (row,) = json.loads(hotlap("runs", "tiny", "--json", cwd=tmp_path).stdout)
+    phases = ("interpreter", "imports", "load", "data", "resume", "steps", "evaluation", "publish", "other", "exit")
+    assert all(row[phase] is not None and row[phase] >= 0 for phase in phases)
+    assert sum(row[phase] for phase in phases) == pytest.approx(row["wall_s"], abs=0.5)
+    table = hotlap("runs", "tiny", cwd=tmp_path).stdout
+    assert all(word in table for word in ("imports", "step p95 s", "goodput", "done"))
+
+    rows = [json.loads(line) for line in hotlap("logs", "tiny", "-f", "--json", cwd=tmp_path).stdout.splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13))
+    assert "is over (done)" in hotlap("stop", "tiny", cwd=tmp_path).stdout
+
+    again = hotlap(*train, "--json", cwd=tmp_path)
+    assert json.loads(again.stdout)["reason"] == "done"
+    refused = hotlap(*train, "--set", "optim.lr=0.5", "--json", cwd=tmp_path, check=3)
+    assert json.loads(refused.stdout)["reason"] == "changed"
+    assert "optim.lr is 0.0002 in the run and 0.5 now" in refused.stderr
+
+
+@pytest.mark.torch
+def test_stop_ends_a_chain_and_the_same_command_resumes(tiny_args: list[str], tmp_path: Path) -> None:
+    train = [*tiny_args, "--chain", "--set", "train.max_steps=1000000"]
+    chain = subprocess.Popen(
+        [sys.executable, "-m", "hotlap", *train],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    _wait_for_steps(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    answer = json.loads(hotlap("stop", "tiny", "--json", cwd=tmp_path).stdout)
+    _, err = chain.communicate(timeout=60)
+    assert (answer["ending"], chain.returncode) == ("stopped", 75), err
+    assert err.rstrip().splitlines()[-1].startswith("hotlap: exit 75 stopped")
+    assert json.loads(hotlap("runs", "--json", cwd=tmp_path).stdout)[0]["state"] == "paused"
+
+
+@pytest.mark.torch
+def test_a_second_interrupt_leaves_at_once(tiny_args: list[str], tmp_path: Path) -> None:
+    train = [*tiny_args, "--chain", "--set", "train.max_steps=1000000", "--set", "slice.grace_s=60"]
+    chain = subprocess.Popen(
+        [sys.executable, "-m", "hotlap", *train],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    _wait_for_steps(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    slice_pid = json.loads((tmp_path / "runs/tiny/slices/0001/holder.json").read_text())["pid"]
+    os.kill(slice_pid, signal.SIGSTOP)  # a slice that hangs does not answer the first
+    chain.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    chain.send_signal(signal.SIGINT)
+    _, err = chain.communicate(timeout=60)
+    assert chain.returncode == 130, err
+    assert not Path(f"/proc/{slice_pid}").exists()
+
+
+def _wait_for_steps(metrics: Path, timeout_s: float = 90.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not metrics.exists() or metrics.stat().st_size < 2_000:
+        assert time.monotonic() < until, "no steps"
+        time.sleep(0.05)
+
+
+def test_errors_have_code_reason_and_way_out(tmp_path: Path, f3: Path) -> None:
+    cases = [
+        (("train",), 2, "config", "base_model: is missing"),
+        (("train", "nonesuch.toml"), 2, "config", "nonesuch.toml does not exist"),
+        (("train", "--set", "limits.max_slice_minutes=60"), 2, "config", "cloud.toml"),
+        (("runs", "nonesuch"), 2, "usage", "no run 'nonesuch'"),
+        (("generate", "nonesuch", "Hi"), 2, "usage", "no run 'nonesuch'"),
+        (("nonesuch",), 2, "usage", "No such command"),
+        (("prefetch", "nonesuch/"), 2, None, ""),
+    ]
+    for args, code, reason, words in cases:
+        process = hotlap(*args, "--json", cwd=tmp_path, check=code)
+        last_line = process.stderr.rstrip().splitlines()[-1]
+        assert re.match(rf"hotlap: exit {code} {reason or '[a-z]+'}: ", last_line), last_line
+        assert words in last_line
+        answer = json.loads(process.stdout)
+        assert answer["exit_code"] == code and f"exit {code} {answer['reason']}" in last_line
+
+
+def test_bug_of_ours_is_exit_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(standalone_mode: bool) -> None:
+        raise ZeroDivisionError("oops")
+
+    import hotlap.cli as module
+
+    monkeypatch.setattr(module.cli, "main", fail)
+    with pytest.raises(SystemExit) as caught:
+        module.main()
+    assert caught.value.code == errors.HotlapError.exit_code == 1
+    assert "ZeroDivisionError: oops" in capsys.readouterr().err.splitlines()[-1]
