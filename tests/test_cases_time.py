@@ -314,7 +314,7 @@ class Hung:
     def run(self) -> None:
         self._watch()
         if not self.did_hang():  # a busy machine was not done importing
-            self.cap_s *= 4
+            self.cap_s *= 3
             self._watch()
 
     def did_hang(self) -> bool:

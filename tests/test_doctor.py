@@ -197,6 +197,20 @@ def test_a_slow_machine_is_not_kept_waiting(
 
 
 @pytest.mark.torch
+def test_a_cuda_build_without_a_gpu_is_probed_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from hotlap.train import probe
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    num_threads = torch.get_num_threads()
+    found = probe.probe()
+    torch.set_num_threads(num_threads)
+    assert found["device"] == "cpu" and found["devices"] == [] and found["num_threads"] == num_threads
+
+
+@pytest.mark.torch
 def test_a_long_product_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

@@ -21,10 +21,11 @@ _SETTINGS: dict[str, Any] = {
     "base_model": "smollm2-135m",
     "dataset": str(DATASET),
     "data": {"seq_len": 256},
-    "lora": {"rank": 16, "alpha": 32.0},
-    "optim": {"lr": 2e-3, "warmup_steps": 3},
-    "train": {"epochs": 4.0},
+    "lora": {"rank": 8, "alpha": 16.0},
+    "optim": {"lr": 2e-3, "warmup_steps": 2},
+    "train": {"epochs": 2.0},
     "checkpoint": {"every_s": 5.0},
+    "seed": 6,
 }
 
 
@@ -35,7 +36,7 @@ Example:
 """
 )
 @click.option("--output-dir", default="runs", show_default=True, help="Folder in which the demo's run has its own.")
-def demo(output_dir: str) -> int:
+def demo(output_dir: str) -> None:
     """The whole story on a laptop: ask a real model, train it in slices, kill one, resume, ask again."""
     from hotlap import artifacts, clock
     from hotlap.cli.generate import ask
@@ -56,13 +57,12 @@ def demo(output_dir: str) -> int:
     after = ask(folder, adapter, QUESTIONS, _ANSWER_TOKENS, lambda _answer: None)
     _print_story(before, after, laps, clock.monotonic_s() - began_s)
     _print_next(config)
-    return laps[-1].end.exit_code
 
 
 def _tell(answer: dict[str, Any]) -> None:
     from hotlap.cli.progress import stderr_console
 
-    stderr_console().print(f"  {answer['prompt']} [dim]{answer['text']!r}[/dim]")
+    stderr_console().print(f"  {answer['prompt']} {answer['text']!r}", markup=False)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,15 @@ def _train(config: "RunConfig", say: Callable[[str], None]) -> list[_Lap]:
     laps.append(_slice(_half_way(config, first), lambda _event, _watch: None))
     while laps[-1].end.goes_on:
         laps.append(_slice(config, lambda _event, _watch: None))
+    _require_done(laps[-1].end)
     return laps
+
+
+def _require_done(end: "SliceEnd") -> None:
+    from hotlap.errors import DONE, ChildCrashed
+
+    if end.exit_code != DONE:
+        raise ChildCrashed(f"The demo's last slice ended with exit code {end.exit_code} ({end.reason}), see above.")
 
 
 def _slice(config: "RunConfig", also: Callable[[dict[str, Any], _Watch], None]) -> _Lap:
@@ -152,12 +160,13 @@ def _half_way(config: "RunConfig", first: _Lap) -> "RunConfig":
 def _print_story(before: list[dict[str, Any]], after: list[dict[str, Any]], laps: list[_Lap], seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
     answers = Table("question", "before", "after", show_lines=True)
     for old, new in zip(before, after, strict=True):
-        answers.add_row(old["prompt"], old["text"], new["text"])
-    console.print(answers, markup=False)
+        answers.add_row(old["prompt"], Text(old["text"]), Text(new["text"]))
+    console.print(answers)
     slices = Table("slice", "resumed at", "last step", "tokens/s", "goodput", "exit")
     for number, lap in enumerate(laps, start=1):
         ending = "killed (SIGKILL)" if lap.end.exit_code < 0 else f"{lap.end.exit_code} {lap.end.reason}"

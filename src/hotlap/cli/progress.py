@@ -110,6 +110,8 @@ _ENDINGS = {
     "overran": "the slice did not end by its cap and was killed; what it had published is intact, and calling again "
     "resumes there. If it comes back, lower train.micro_batch_rows or data.seq_len",
     "interrupted": "killed at the second Ctrl-C; what it had published is intact",
+    "killed": "ended from outside; what it had published is intact",
+    "unexpected": "the slice crashed, and the lines above tell where; what it had published is intact",
 }
 
 
