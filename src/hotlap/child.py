@@ -105,14 +105,17 @@ def run_child(
         readers = [_reader("event", process.stdout, lines), _reader("talk", process.stderr, lines)]
         listener = _Listener(on_event, on_talk)
         did_overrun = False
-        while process.poll() is None:
-            listener.hear(lines, timeout_s=min(_POLL_S, deadline.remaining_s()))
-            if deadline.is_over() and process.poll() is None:
-                did_overrun = True
-                _kill_group(process.pid)
-                process.wait()
+        try:
+            while process.poll() is None:
+                listener.hear(lines, timeout_s=min(_POLL_S, deadline.remaining_s()))
+                if deadline.is_over() and process.poll() is None:
+                    did_overrun = True
+                    _kill_group(process.pid)
+                    process.wait()
+        finally:  # also when a listener raised: nobody would watch the child any more
+            _kill_group(process.pid)
+            process.wait()
         wall_s = clock.monotonic_s() - started_s
-        _kill_group(process.pid)
         for reader in readers:
             reader.join(timeout=1.0)
         listener.hear(lines, timeout_s=0.0)

@@ -29,7 +29,7 @@ _PROBE = "It's  good!\n\n   Café\ttables: čau 你好 🙂 "
 
 
 def main() -> int:
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    os.environ["TQDM_DISABLE"] = "1"
     try:
         convert(Path(sys.argv[1]), Path(sys.argv[2]))
     except HotlapError as error:

@@ -60,11 +60,16 @@ def _begin(run: runs.RunFolder, context: Context, model_folder: Path, sources: d
         packed=_fingerprints(packing),
         num_rows=packing.train.num_rows,
         num_steps=order.num_steps,
-        num_threads=config.slice.num_threads or len(os.sched_getaffinity(0)),
+        num_threads=config.slice.num_threads or _num_cores(),
         created_at=clock.utc_text(clock.wall_s()),
     )
     identity.write(run)
     return OpenedRun(identity, model_folder, packing, order)
+
+
+def _num_cores() -> int:
+    """Cores this process may use; macOS does not tell that, only how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _fingerprints(packing: packed.Packing) -> dict[str, str]:

@@ -34,7 +34,6 @@ def main(argv: list[str] | None = None, draw_seed: Callable[[], int] = lambda: s
     stop = StopSignals(config.slice.grace_s)
     stop.install()
     die_with_parent()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # what is not prefetched is missing
     # The parent is the watchdog. Should it be gone, this ends a hung slice without needing the interpreter.
     faulthandler.dump_traceback_later(deadline.remaining_s() + _LAST_RESORT_S, exit=True)
     context = Context(config, deadline, stop, Timeline(started_s), events(), say, draw_seed)
