@@ -52,6 +52,35 @@ time.sleep(600)
             clock.process_birth(pid)
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_flood_of_words_does_not_keep_the_watchdog_from_the_clock(stream: str) -> None:
+    """A progress bar gone wild, say: more lines than can be shown, without end."""
+    talk: list[str] = []
+    code = f"import sys\nwhile True: print('x' * 80, file=sys.{stream})"
+    end = run(code, seconds=1.5, on_talk=lambda line: (talk.append(line), time.sleep(1e-4)))
+    assert end.exit_code == 124
+    assert end.wall_s < 10.0
+    assert len(end.last_words.splitlines()) == 20 < len(talk)
+
+
+def test_listener_that_fails_leaves_no_child() -> None:
+    code = """
+import os, time
+print('{"event": "pid", "pid": %d}' % os.getpid(), flush=True)
+time.sleep(600)
+"""
+    pids: list[int] = []
+
+    def fail(event: dict[str, Any]) -> None:
+        pids.append(event["pid"])
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run(code, on_event=fail)
+    with pytest.raises(ProcessLookupError):
+        clock.process_birth(pids[0])
+
+
 def test_kill_from_outside_is_told_with_the_likely_cause() -> None:
     end = run("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     assert end.exit_code == -signal.SIGKILL

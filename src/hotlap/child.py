@@ -23,6 +23,8 @@ from hotlap.errors import INTERRUPTED, OVERRAN, ChildCrashed
 Event = dict[str, Any]
 _POLL_S = 0.2
 _TAIL_LINES = 20
+_LINES_AT_ONCE = 1_000
+_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def run_child(
         for number in stops.pending:
             process.send_signal(number)
         assert process.stdout and process.stderr
-        lines: queue.Queue[tuple[str, str]] = queue.Queue()
+        lines: queue.Queue[tuple[str, str]] = queue.Queue(_LINES_AT_ONCE)
         readers = [_reader("event", process.stdout, lines), _reader("talk", process.stderr, lines)]
         listener = _Listener(on_event, on_talk)
         did_overrun = False
@@ -116,11 +118,9 @@ def run_child(
             _kill_group(process.pid)
             process.wait()
         wall_s = clock.monotonic_s() - started_s
-        for reader in readers:
-            reader.join(timeout=1.0)
-        listener.hear(lines, timeout_s=0.0)
+        listener.hear_out(lines, readers)
     code = INTERRUPTED if stops.was_killed else OVERRAN if did_overrun else process.returncode
-    return ChildEnd(code, process.pid, wall_s, listener.result, "\n".join(listener.talk[-_TAIL_LINES:]))
+    return ChildEnd(code, process.pid, wall_s, listener.result, "\n".join(listener.talk))
 
 
 class _Listener:
@@ -129,21 +129,30 @@ class _Listener:
         self.result: Event | None = None
         self.talk: list[str] = []
 
-    def hear(self, lines: "queue.Queue[tuple[str, str]]", timeout_s: float) -> None:
-        """Handle every line that is there, waiting for a first one at most `timeout_s`."""
+    def hear(self, lines: "queue.Queue[tuple[str, str]]", timeout_s: float) -> bool:
+        """Handle lines that are there, waiting for a first one at most `timeout_s`; whether there was any. Not more
+        than fit into the queue at once: a child that floods must not keep its watchdog from the clock."""
         wait_s = timeout_s
-        while True:
+        for number in range(_LINES_AT_ONCE):
             try:
                 kind, line = lines.get(timeout=wait_s) if wait_s else lines.get_nowait()
             except queue.Empty:
-                return
+                return number > 0
             wait_s = 0.0
             self._take(kind, line)
+        return True
+
+    def hear_out(self, lines: "queue.Queue[tuple[str, str]]", readers: Sequence[threading.Thread]) -> None:
+        """What a dead child had said. A process that escaped its group may hold the pipes open: not for long."""
+        patience = clock.Deadline(clock.monotonic_s() + _PATIENCE_S)
+        while not patience.is_over() and (self.hear(lines, 0.0) or any(reader.is_alive() for reader in readers)):
+            readers[0].join(timeout=0.01)
+        self.hear(lines, 0.0)
 
     def _take(self, kind: str, line: str) -> None:
         event = _event_in(line) if kind == "event" else None
         if event is None:
-            self.talk.append(line)
+            self.talk = [*self.talk[1 - _TAIL_LINES :], line]
             self._on_talk(line)
         elif event["event"] == "result":
             self.result = event
