@@ -9,7 +9,7 @@ demo: setup
 	$(BIN)/hotlap demo
 
 test: setup
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist loadfile
 
 setup: .venv/.installed
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-MODULES = ("benchmarks.startup",)
+MODULES = ("benchmarks.startup", "benchmarks.money")
 
 for module in MODULES:
     print(module, file=sys.stderr)

@@ -109,16 +109,16 @@ def _draw_random_numbers(count: str) -> None:
 
 
 def _slow_data(seconds: str) -> None:
-    from hotlap.data import packed
+    from hotlap.data import prepare as module
 
-    prepare = packed.prepare
+    prepare = module.prepare
 
     def slowed(*args: Any) -> Any:
         mark("data")
         _sleep_in_pieces(float(seconds))
         return prepare(*args)
 
-    packed.prepare = slowed
+    module.prepare = slowed
 
 
 def _slow_warmup(seconds: str) -> None:
@@ -312,7 +312,7 @@ def _change_training_loss(change: Callable[[Any, int], Any]) -> None:
     batch_loss = step_module.batch_loss
     current = [0]
     _before_step(lambda step: current.__setitem__(0, step))
-    step_module.batch_loss = lambda model, batch: change(batch_loss(model, batch), current[0])
+    step_module.batch_loss = lambda *given, **named: change(batch_loss(*given, **named), current[0])
 
 
 def _val_losses(values: str) -> None:

@@ -16,7 +16,7 @@ _MEANINGS = {
     2: "usage, configuration or data",
     3: "refused",
     4: "integrity",
-    5: "a source did not deliver",
+    5: "a provider, or a source, did not deliver",
     6: "training failed; the last good checkpoint is intact",
     7: "storage; what was published before is intact",
     75: "the slice is over, call again",
@@ -59,7 +59,8 @@ def exit_codes() -> str:
         if is_raised and kind.reason not in reasons.setdefault(kind.exit_code, []):
             reasons[kind.exit_code].append(kind.reason)
     rows = [
-        f"| {code} | {', '.join(f'`{word}`' for word in reasons[code])} | {_MEANINGS[code]} |" for code in sorted(reasons)
+        f"| {code} | {', '.join(f'`{word}`' for word in reasons[code])} | {_MEANINGS[code]} |"
+        for code in sorted(reasons)
     ]
     return "\n".join(rows)
 

@@ -261,8 +261,8 @@ def packed_rows(rows: Rows, places: list[tuple[int, int]], seq_len: int) -> Any:
     """A data set of those examples, each at its (row, first position)."""
     import numpy as np
 
+    from hotlap.data.facts import Facts
     from hotlap.data.packed import PackedDataset
-    from hotlap.data.rows import Dropped, Facts
 
     num_rows = 1 + max(row for row, _ in places)
     tokens_NT = np.full((num_rows, seq_len), 256, dtype=np.int32)
@@ -273,8 +273,7 @@ def packed_rows(rows: Rows, places: list[tuple[int, int]], seq_len: int) -> Any:
         tokens_NT[row, first : first + length] = chance.integers(0, 256, length)
         segments_NT[row, first : first + length] = segments_NT[row].max() + 1
         is_trained_NT[row, first + length - num_targets : first + length] = True
-    none = Dropped(0, 0, ())
-    facts = Facts(seq_len, num_rows, 2, 2, sum(rows.lengths), rows.total, max(rows.lengths), 256, none, none)
+    facts = Facts(seq_len, num_rows, 2, 2, sum(rows.lengths), rows.total, max(rows.lengths), 256)
     return PackedDataset("b45", facts, tokens_NT, segments_NT, is_trained_NT, is_trained_NT.sum(axis=1))
 
 

@@ -36,7 +36,9 @@ Rule = Callable[[Sequence[Module]], list[str]]
 CORE = {
     "errors": "",
     "durable": "errors",
-    "config": "durable errors",
+    "config_base": "",
+    "config_data": "config_base",
+    "config": "config_base config_data durable errors",
     "clock": "config errors",
     "checkpoint": "clock durable errors",
     "child": "clock errors",
@@ -69,7 +71,7 @@ PACKAGES = {
 ours at all, because it is run alone."""
 
 OWNERS = {
-    "pydantic": "config speedrun.track research.space",
+    "pydantic": "config config_base config_data speedrun.track research.space",
     "click": "cli",
     "rich": "cli",
     "httpx": "cloud.runpod export.bench",
@@ -214,6 +216,9 @@ DISK_EXCEPTIONS = {
         "transformers writes the folder; it lies in staging, and the parent hashes, syncs and publishes it"
     ),
     ("train.convert", "tokenizer.save_pretrained"): "the same folder",
+    ("cloud.boot", "marker.mkdir"): "boot stands alone; making the once-marker is exclusive, and it syncs it itself",
+    ("cloud.boot", "marker.parent.mkdir"): "the marker's folder",
+    ("cloud.boot", "opener.open"): "sends a request; the argument is no mode",
     ("sources", "archive.open"): "reads a member of a wheel; the argument is the member's name, not a mode",
 }
 
@@ -266,7 +271,7 @@ def may_write(mode: ast.expr | None) -> bool:
 
 # --- one clock, no code in data, no forks ---
 
-STANDING_ALONE = {"research.gpt"}
+STANDING_ALONE = {"research.gpt", "cloud.boot"}
 
 
 def clock_rule(modules: Sequence[Module]) -> list[str]:

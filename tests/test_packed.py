@@ -31,10 +31,12 @@ from hypothesis import strategies as st
 
 from hotlap import clock, durable
 from hotlap.config import RunConfig
-from hotlap.data import packed, rows
+from hotlap.data import render, rows
 from hotlap.data.cache import build_once
-from hotlap.data.packed import Order, PackedDataset, Packing, open_packed, permutation, plan_order, prepare
-from hotlap.data.readers import Example, Message, read_examples
+from hotlap.data.left_out import LeftOut
+from hotlap.data.packed import Order, PackedDataset, Packing, folder_of, open_packed, permutation, plan_order
+from hotlap.data.prepare import Places, prepare
+from hotlap.data.readers import Example, read_examples
 from hotlap.data.render import Rendered, Renderer
 from hotlap.data.rows import write_rows
 from hotlap.errors import BadData
@@ -59,11 +61,19 @@ def pack(
     say: Callable[[str], None] = silent,
     seed: int = 1,
     held_out: Path | None = None,
+    packing: dict[str, object] | None = None,
     **data: object,
 ) -> Packing:
     if held_out is not None:
         data["eval_dataset"] = str(held_out)
-    return prepare(config_of(data=data), seed, source, held_out, tokenizer, say)
+    config = config_of(data=data, packing=packing or {})
+    mix = tuple(Path(item.dataset) for item in config.data.mix)
+    template = Path(config.data.chat_template) if config.data.chat_template else None
+    return prepare(config, seed, Places(source, held_out, mix, template), tokenizer, say)
+
+
+def count_of(entries: Sequence[LeftOut]) -> int:
+    return sum(entry.count for entry in entries)
 
 
 def segments(data: PackedDataset) -> list[tuple[list[int], list[bool]]]:
@@ -79,55 +89,64 @@ def segments(data: PackedDataset) -> list[tuple[list[int], list[bool]]]:
 # --- rows ---
 
 
-class LengthsOnly:
-    """Renders example i as so many tokens as its content says, numbered through, every third trained."""
-
-    pad_token_id = 7
-
-    def render(self, examples: Sequence[Example]) -> list[Rendered]:
-        return [self._rendered(int(example.messages[0].content), example.line) for example in examples]
-
-    def _rendered(self, length: int, line: int) -> Rendered:
-        tokens_L = (np.arange(length) + 1000 * line).astype(np.int32)
-        return Rendered(tokens_L, np.arange(length) % 3 == 1)
+PADDING = 7
 
 
-def pack_lengths(folder: Path, lengths: Sequence[int], seq_len: int) -> tuple[rows.Facts, dict[str, np.ndarray]]:
-    examples = [Example((Message("user", str(n)),), line) for line, n in enumerate(lengths, start=1)]
-    facts = write_rows(folder, examples, LengthsOnly(), seq_len, silent)  # type: ignore[arg-type]
-    return facts, {name: np.fromfile(folder / name, dtype=dtype) for name, dtype in rows.DTYPES.items()}
+def piece_of(length: int, number: int) -> Rendered:
+    """So many tokens, numbered through, every third trained."""
+    tokens_L = (np.arange(length) + 1000 * number).astype(np.int32)
+    return Rendered(tokens_L, np.arange(length) % 3 == 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=80),
+    lengths=st.lists(st.integers(2, 32), min_size=1, max_size=80),
     seq_len=st.integers(8, 32),
     num_block_tokens=st.integers(1, 200),
+    method=st.sampled_from(["next-fit", "best-fit", "none"]),
 )
 def test_b18_packing_splits_loses_and_doubles_nothing(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, num_block_tokens: int
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, num_block_tokens: int, method: str
 ) -> None:
+    alone = [piece_of(min(length, seq_len), number) for number, length in enumerate(lengths, start=1)]
+    folder = tmp_path_factory.mktemp("rows")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "_BLOCK_TOKENS", num_block_tokens)
-        facts, files = pack_lengths(tmp_path_factory.mktemp("rows"), lengths, seq_len)
-    alone = [LengthsOnly()._rendered(n, line) for line, n in enumerate(lengths, start=1) if n <= seq_len]
-    shape = (facts.num_rows, seq_len)
-    data = PackedDataset(
-        "", facts, *(files[name].reshape(shape) for name in list(rows.DTYPES)[:3]), files[rows.NUM_TRAINED]
+        facts = write_rows(folder, alone, seq_len, PADDING, method)
+    files = {name: np.fromfile(folder / name, dtype=dtype) for name, dtype in rows.DTYPES.items()}
+    tokens_NT, segments_NT, is_trained_NT = (
+        files[name].reshape(facts.num_rows, seq_len) for name in list(rows.DTYPES)[:3]
     )
-    found = segments(data)
-    assert [tokens for tokens, _ in found] == [each.tokens_L.tolist() for each in alone]
-    assert [is_trained for _, is_trained in found] == [each.is_trained_L.tolist() for each in alone]
+    found = [
+        (tokens_T[segments_T == segment].tolist(), is_trained_T[segments_T == segment].tolist())
+        for tokens_T, segments_T, is_trained_T in zip(tokens_NT, segments_NT, is_trained_NT, strict=True)
+        for segment in range(1, int(segments_T.max()) + 1)
+    ]
+    expected = [(each.tokens_L.tolist(), each.is_trained_L.tolist()) for each in alone]
+    assert sorted(found) == sorted(expected) and (found == expected or method == "best-fit")
     assert facts.num_trained_tokens == sum(int(each.is_trained_L.sum()) for each in alone)
-    assert data.trained_tokens_per_row().tolist() == data.is_trained_NT.sum(axis=1).tolist()
-    padding = data.segments_NT == 0
-    assert (data.tokens_NT[padding] == LengthsOnly.pad_token_id).all() and not data.is_trained_NT[padding].any()
-    assert facts.num_tokens == int((~padding).sum())
-    assert facts.too_long.count == sum(n > seq_len for n in lengths)
-    assert (data.segments_NT[:, 0] == 1).all()
-    used = (data.segments_NT > 0).sum(axis=1).tolist()
-    firsts = [int((row == 1).sum()) for row in data.segments_NT]
-    assert all(now + first > seq_len for now, first in zip(used[:-1], firsts[1:], strict=True))  # next-fit
+    assert files[rows.NUM_TRAINED].tolist() == is_trained_NT.sum(axis=1).tolist()
+    padding = segments_NT == 0
+    assert (tokens_NT[padding] == PADDING).all() and not is_trained_NT[padding].any()
+    assert facts.num_tokens == int((~padding).sum()) and sum(facts.histogram) == facts.num_examples == len(lengths)
+    assert (segments_NT[:, 0] == 1).all() and facts.num_cut == 0
+    used = (segments_NT > 0).sum(axis=1).tolist()
+    firsts = [int((row == 1).sum()) for row in segments_NT]
+    if method == "next-fit":
+        assert all(now + first > seq_len for now, first in zip(used[:-1], firsts[1:], strict=True))
+    if method == "none":
+        assert facts.num_rows == len(lengths)
+    if method == "best-fit" and num_block_tokens < seq_len:
+        assert facts.num_rows <= len(lengths)
+
+
+def test_best_fit_fills_rows_that_next_fit_leaves(tmp_path: Path) -> None:
+    pieces = [piece_of(length, number) for number, length in enumerate([20, 30, 12, 2, 20], start=1)]
+    num_rows = {}
+    for method in ("next-fit", "best-fit", "none"):
+        (tmp_path / method).mkdir()
+        num_rows[method] = write_rows(tmp_path / method, pieces, 32, PADDING, method).num_rows
+    assert num_rows == {"next-fit": 4, "best-fit": 3, "none": 5}
 
 
 def test_b18_trained_tokens_are_the_same_packed_and_unpacked(f4: Path, tmp_path: Path) -> None:
@@ -167,20 +186,16 @@ def test_b16_no_piece_begins_inside_an_answer(f4: Path, tmp_path: Path) -> None:
     said: list[str] = []
     data = pack(source, f4, said.append, seq_len=10).train
     assert [text_of(tokens) for tokens, _ in segments(data)] == ["<user>q<turn_end><assistant>ab<turn_end>"]
-    assert data.facts.too_long.count == 2 and data.facts.too_long.lines == (1, 2)
+    assert count_of(data.facts.too_long) == 2 and data.facts.too_long[0].lines == (1, 2)
     assert any("Dropped 2 of 3 examples" in text and "lines 1, 2" in text for text in said)
-    listed = [json.loads(line) for line in (folder_of(data) / "dropped.jsonl").read_text().splitlines()]
+    listed = [json.loads(line) for line in (folder_of(data.fingerprint) / "left_out.jsonl").read_text().splitlines()]
     assert listed == [
-        {"line": 1, "reason": "too_long", "tokens": 13},
-        {"line": 2, "reason": "too_long", "tokens": 11},
+        {"line": 1, "kind": "too long", "source": str(source), "tokens": 13},
+        {"line": 2, "kind": "too long", "source": str(source), "tokens": 11},
     ]
     rendered = Renderer(f4).render(list(read_examples(source)))
     naive = [piece for each in rendered for piece in np.split(each.tokens_L, range(10, len(each.tokens_L), 10))]
     assert any(piece[0] not in (USER, ASSISTANT) for piece in naive)
-
-
-def folder_of(data: PackedDataset) -> Path:
-    return packed._folder(data.fingerprint)
 
 
 @pytest.mark.parametrize(("num_read", "num_held_out"), [(100, 5), (20, 1)])
@@ -216,7 +231,7 @@ def test_b27_examples_whose_prompt_fills_a_row_stop_the_run_or_are_counted(f4: P
     assert pack(source, f4, seq_len=209).train.num_examples == 1
     mixed = write_jsonl(tmp_path / "mixed.jsonl", [*long_rows[:6], *f3_rows(2)])
     data = pack(mixed, f4, seq_len=64).train
-    assert data.num_examples == 2 and data.facts.too_long.count == 6
+    assert data.num_examples == 2 and count_of(data.facts.too_long) == 6
     assert data.num_trained_tokens == len("a0") + len("a1a1") + 2
     cut = [each.is_trained_L[:64] for each in Renderer(f4).render(list(read_examples(source)))]
     assert not any(is_trained.any() for is_trained in cut)  # the naive way: rows that train on nothing
@@ -226,9 +241,9 @@ def test_b24_an_example_without_an_answer_is_dropped_and_told(f4: Path, tmp_path
     rows_ = [conversation("user: q", "assistant: a"), conversation("user: q")]
     said: list[str] = []
     data = pack(write_jsonl(tmp_path / "x.jsonl", rows_), f4, said.append).train
-    assert data.num_examples == 1 and data.facts.no_answer.lines == (2,)
-    assert any("for having no assistant's message (line 2)" in text for text in said)
-    with pytest.raises(BadData, match="1 of 1 have no assistant's message"):
+    assert data.num_examples == 1 and data.facts.no_answer[0].lines == (2,)
+    assert any("for having no assistant's message to train (x.jsonl line 2)" in text for text in said)
+    with pytest.raises(BadData, match="1 of 1 have no assistant's message to train"):
         pack(write_jsonl(tmp_path / "y.jsonl", rows_[1:]), f4)
 
 
@@ -260,7 +275,7 @@ def test_an_opened_data_set_is_what_was_built(f4: Path, tmp_path: Path) -> None:
     assert (opened.tokens_NT == built.tokens_NT).all() and not opened.tokens_NT.flags.writeable
     assert (opened.num_rows, opened.seq_len) == opened.tokens_NT.shape
     assert opened.facts.largest_token_id == 262 and 0.5 < opened.facts.fill <= 1.0
-    durable.verify(folder_of(built))
+    durable.verify(folder_of(built.fingerprint))
     assert open_packed("0" * 64) is None
 
 
@@ -280,7 +295,7 @@ def test_a_damaged_data_set_is_built_anew(f4: Path, tmp_path: Path, harm: str) -
     source = write_jsonl(tmp_path / "x.jsonl", f3_rows())
     first = pack(source, f4, seq_len=64).train
     before = first.tokens_NT.copy()
-    folder = folder_of(first)
+    folder = folder_of(first.fingerprint)
     if harm == "missing":
         (folder / "segments.bin").unlink()
     elif harm == "short":
@@ -328,7 +343,7 @@ def test_b43_what_changes_no_token_keeps_the_fingerprint(tmp_path: Path, f4: Pat
     )
     moved = write_jsonl(tmp_path / "moved.jsonl", f3_rows())
     copied = write_byte_tokenizer(tmp_path / "copied")
-    assert prepare(other, 99, moved, None, copied, silent).train.fingerprint == base
+    assert prepare(other, 99, Places(moved), copied, silent).train.fingerprint == base
     with_own_file = pack(source, f4, held_out=moved, seq_len=64)
     assert with_own_file.held_out is not None
     assert with_own_file.train.fingerprint == with_own_file.held_out.fingerprint == base
@@ -340,7 +355,7 @@ def test_b39_encodings_give_the_same_content(f4: Path, tmp_path: Path) -> None:
     )
     other = tmp_path / "y.jsonl"
     other.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes().replace(b"\n", b"\r\n").removesuffix(b"\r\n"))
-    one, two = (durable.read_manifest(folder_of(pack(path, f4).train)) for path in (plain, other))
+    one, two = (durable.read_manifest(folder_of(pack(path, f4).train.fingerprint)) for path in (plain, other))
     assert one["files"] == two["files"] and one["facts"] == two["facts"]
 
 
@@ -349,13 +364,14 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
 ) -> None:
     source = write_jsonl(tmp_path / "x.jsonl", f3_rows())
 
-    def read_and_append(path: Path) -> list[Example]:
-        examples = list(read_examples(path))
-        with path.open("ab") as file:
-            file.write(b'{"prompt": "late", "completion": "row"}\n')
-        return examples
+    render_each = render.Renderer.render_each
 
-    monkeypatch.setattr(packed, "read_examples", read_and_append)
+    def append_and_render(self: render.Renderer, examples: Sequence[Example]) -> object:
+        with source.open("ab") as file:
+            file.write(b'{"prompt": "late", "completion": "row"}\n')
+        return render_each(self, examples)
+
+    monkeypatch.setattr(render.Renderer, "render_each", append_and_render)
     with pytest.raises(BadData, match="changed while it was read"):
         pack(source, f4)
 
@@ -365,7 +381,8 @@ def test_a_refused_build_leaves_nothing(f4: Path, tmp_path: Path, home: Path) ->
     source.write_text('{"prompt": "q", "completion": "a"}\n{"prompt": "q"}\n')
     with pytest.raises(BadData, match="line 2"):
         pack(source, f4)
-    assert [path.suffix for path in (home / "packed").iterdir()] == [".lock"]
+    assert not (home / "packed").exists()
+    assert [path.suffix for path in (home / "tokenized").iterdir()] == [".lock"]
 
 
 # --- one builder at a time ---

@@ -172,21 +172,6 @@ def test_b21_boundaries_do_not_depend_on_how_a_marker_is_tokenized(tmp_path: Pat
     assert not any(text[at : at + len(marker)] == marker for at in range(len(text)))
 
 
-def test_an_unstable_template_is_refused_with_the_line(tmp_path: Path) -> None:
-    # As templates do that keep the thoughts of the last answer only.
-    renderer = with_template(
-        tmp_path,
-        "{% for m in messages %}{{ '<' + m['role'] + '>' }}"
-        "{{ m['content'] if loop.last else m['content'].replace('think', '') }}{{ '<turn_end>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}",
-    )
-    good = example("user: q", "assistant: think a")
-    bad = example("user: q", "assistant: think a", "user: r", "assistant: b", line=17)
-    assert trained_pieces(renderer.render([good])[0]) == ["think a<turn_end>"]
-    with pytest.raises(BadData, match=r"Line 17: .*message 2 differently.*End the example with that message"):
-        renderer.render([good, bad])
-
-
 def test_a_template_that_refuses_is_quoted_with_the_line(tmp_path: Path) -> None:
     renderer = with_template(
         tmp_path,

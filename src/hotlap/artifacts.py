@@ -173,6 +173,11 @@ def _check_model_folder(folder: Path, name: str = "") -> None:
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
     if "config.json" not in files:
         raise MissingArtifact(f"{name} is no model folder: it has no config.json. {_what_instead(folder, files)}")
+    if "adapter_config.json" in files:
+        raise MissingArtifact(
+            f"{name} holds an adapter beside the model, which would be loaded under yours without a word. Move "
+            f"adapter_config.json away, or merge that adapter first."
+        )
     if not files & {"model.safetensors", _INDEX}:
         raise MissingArtifact(
             f"{name} has no model.safetensors. Pickled weights (.bin, .pt) can run code when they are read and are "

@@ -40,6 +40,8 @@ class ChildEnd:
     """Its last event, if that was a `result`."""
     last_words: str
     """The end of its standard error."""
+    was_asked_to_stop: bool = False
+    """Whether a stop signal was passed on to it."""
 
     def raise_if_killed(self, what: str) -> None:
         """
@@ -61,10 +63,12 @@ class _Stops:
 
     process: "subprocess.Popen[str] | None" = None
     num_interrupts: int = 0
+    was_asked: bool = False
     was_killed: bool = False
     pending: list[int] = field(default_factory=list)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
+        self.was_asked = True
         self.num_interrupts += number == signal.SIGINT
         if self.num_interrupts > 1:
             self.was_killed = True
@@ -120,7 +124,7 @@ def run_child(
         wall_s = clock.monotonic_s() - started_s
         listener.hear_out(lines, readers)
     code = INTERRUPTED if stops.was_killed else OVERRAN if did_overrun else process.returncode
-    return ChildEnd(code, process.pid, wall_s, listener.result, "\n".join(listener.talk))
+    return ChildEnd(code, process.pid, wall_s, listener.result, "\n".join(listener.talk), stops.was_asked)
 
 
 class _Listener:

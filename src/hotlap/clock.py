@@ -52,6 +52,10 @@ class Deadline:
         return self.remaining_s() <= 0.0
 
 
+class OutOfTime(Exception):
+    """Something is not ready by its deadline. What there is of it is kept, and the next call goes on."""
+
+
 def process_started_s(pid: int | None = None) -> float:
     """When a process began, on `monotonic_s`'s clock, as the operating system dates it.
 

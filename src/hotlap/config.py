@@ -13,28 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from hotlap import durable
+from hotlap.config_base import Config
+from hotlap.config_data import DataConfig, PackingConfig
 from hotlap.errors import ConfigError
 
-
-class Config(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
-
 ConfigT = TypeVar("ConfigT", bound=Config)
-
-
-class DataConfig(Config):
-    eval_dataset: str | None = None
-    """Examples held out in a file of their own. Absent: see `eval_examples`."""
-
-    eval_examples: int = Field(default=0, ge=0)
-    """How many examples to hold out of the data set itself, drawn by the run's seed. 0 holds out none."""
-
-    seq_len: int = Field(default=512, ge=8)
-    """Length of a row in tokens. Several examples are packed into a row; none is split."""
 
 
 class LoraConfig(Config):
@@ -49,10 +35,6 @@ class LoraConfig(Config):
 
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False)] = "all-linear"
     """Names of the linear modules that get an adapter, or all of them but the output head."""
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
 
 
 class OptimConfig(Config):
@@ -126,7 +108,7 @@ class SliceConfig(Config):
         return self.minutes * 60.0
 
 
-TRAJECTORY_KEYS = ("base_model", "dataset", "data", "lora", "optim", "train", "seed")
+TRAJECTORY_KEYS = ("base_model", "dataset", "data", "packing", "lora", "optim", "train", "seed")
 
 
 class RunConfig(Config):
@@ -134,7 +116,7 @@ class RunConfig(Config):
     """A folder, a GGUF file, a hub id (`org/name` or `org/name@revision`), a package, or a short name."""
 
     dataset: str
-    """A JSONL file of `prompt`/`completion` or of `messages`."""
+    """A file (JSONL, JSON, CSV, Parquet, Arrow, text), a folder of such, or a prefetched hub id or package."""
 
     output_dir: str = "runs"
     """The folder in which runs have theirs."""
@@ -146,6 +128,7 @@ class RunConfig(Config):
     """Absent: drawn at the first slice and kept with the run."""
 
     data: DataConfig = DataConfig()
+    packing: PackingConfig = PackingConfig()
     lora: LoraConfig = LoraConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
@@ -157,6 +140,8 @@ class RunConfig(Config):
     def _one_held_out_set(self) -> "RunConfig":
         if self.data.eval_dataset and self.data.eval_examples:
             raise ValueError("data.eval_dataset and data.eval_examples are two held-out sets; give one")
+        if self.data.columns and self.data.format != "auto":
+            raise ValueError("data.columns and data.format are two forms; give one")
         if self.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.run):
             raise ValueError("run: a name is 1 to 64 letters, digits, dots, dashes and underscores")
         return self
@@ -171,7 +156,12 @@ class RunConfig(Config):
         if self.run is not None:
             return self.run
         # What is trained on names the run, where it lies does not: a project may move, or run on another machine.
-        settings = {**self.trajectory, **{key: Path(getattr(self, key)).name for key in ("base_model", "dataset")}}
+        settings: dict[str, Any] = {
+            **self.trajectory,
+            **{key: Path(getattr(self, key)).name for key in ("base_model", "dataset")},
+        }
+        if self.data.eval_dataset is not None:
+            settings["data"] = {**settings["data"], "eval_dataset": Path(self.data.eval_dataset).name}
         digest = durable.sha256_bytes(durable.canonical_json(settings).encode())[:8]
         slug = re.sub(r"[^a-z0-9]+", "-", Path(self.dataset).stem.lower()).strip("-")[:32] or "run"
         return f"{slug}-{digest}"
@@ -180,17 +170,66 @@ class RunConfig(Config):
     def run_folder(self) -> Path:
         return Path(self.output_dir) / self.run_name
 
-    @property
-    def holds_out(self) -> bool:
-        return self.data.eval_dataset is not None or self.data.eval_examples > 0
-
 
 class LimitsConfig(Config):
     max_slice_minutes: float = Field(default=5.0, gt=0)
+    max_live_machines: int = Field(default=4, ge=1)
+
+
+class BudgetConfig(Config):
+    gpu_minutes_per_day: float = Field(default=60.0, ge=0)
+    usd_per_day: float = Field(default=5.0, ge=0)
+    gpu_minutes_per_run: float = Field(default=60.0, ge=0)
+    usd_per_run: float = Field(default=5.0, ge=0)
+
+    @property
+    def gpu_s_per_day(self) -> int:
+        return int(self.gpu_minutes_per_day * 60)
+
+    @property
+    def usd_micros_per_day(self) -> int:
+        return round(self.usd_per_day * 1_000_000)
+
+    @property
+    def gpu_s_per_run(self) -> int:
+        return int(self.gpu_minutes_per_run * 60)
+
+    @property
+    def usd_micros_per_run(self) -> int:
+        return round(self.usd_per_run * 1_000_000)
+
+
+class LedgerConfig(Config):
+    url: str | None = None
+    """Absent: a SQLite file in HOTLAP_HOME."""
+
+
+class ReaperConfig(Config):
+    period_minutes: float = Field(default=5.0, ge=1)
+    owner: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._@-]{1,64}$")
+    """Absent: the user's name on this machine."""
+
+
+class GuardConfig(Config):
+    train_beside_serving: bool = False
+
+
+class LocalConfig(Config):
+    usd_per_hour: float = Field(default=0.0, ge=0)
+    num_gpus: int = Field(default=1, ge=0)
+
+    @property
+    def usd_micros_per_hour(self) -> int:
+        return round(self.usd_per_hour * 1_000_000)
 
 
 class CloudConfig(Config):
     limits: LimitsConfig = LimitsConfig()
+    budget: BudgetConfig = BudgetConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    reaper: ReaperConfig = ReaperConfig()
+    guard: GuardConfig = GuardConfig()
+    local: LocalConfig = LocalConfig()
 
 
 _CLOUD_TOML = """\
@@ -199,6 +238,35 @@ _CLOUD_TOML = """\
 [limits]
 # The longest slice anybody may ask for, in minutes, from process start to exit.
 max_slice_minutes = 5.0
+# Machines that may be rented at the same time.
+max_live_machines = 4
+
+[budget]
+# Per day (UTC), for everything that is rented; a launch is refused when its worst case does not fit any more.
+gpu_minutes_per_day = 60.0
+usd_per_day = 5.0
+# Per run, over all its slices and days.
+gpu_minutes_per_run = 60.0
+usd_per_run = 5.0
+
+[ledger]
+# Where the money is written down. A team shares one budget through one database:
+# url = "postgresql://user@host/hotlap"
+
+[reaper]
+# How often `hotlap reap` is run; the worst-case loss of a launcher that died depends on it.
+period_minutes = 5.0
+# Whose machines it may end; absent, those of this machine's user.
+# owner = "you"
+
+[guard]
+# true: train although this machine serves a model. Think of those who wait for its answers.
+train_beside_serving = false
+
+[local]
+# What `--on local` costs in the ledger, to rehearse a rented machine. 0 GPUs take nothing from the GPU-minutes.
+usd_per_hour = 0.0
+num_gpus = 1
 """
 
 
@@ -258,7 +326,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _anchor_paths(tree: dict[str, Any], folder: Path) -> None:
     """Make the file's own relative paths absolute where they name something that is there."""
-    places: list[tuple[Any, str]] = [(tree, "base_model"), (tree, "dataset"), (tree.get("data"), "eval_dataset")]
+    data = tree.get("data")
+    places: list[tuple[Any, str]] = [(tree, "base_model"), (tree, "dataset")]
+    if isinstance(data, dict):
+        mix = data.get("mix")
+        places += [(data, "eval_dataset"), (data, "chat_template")]
+        places += [(item, "dataset") for item in mix] if isinstance(mix, list) else []
     for table, key in places:
         if not isinstance(table, dict):
             continue

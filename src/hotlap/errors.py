@@ -1,9 +1,11 @@
 """Every error a user can meet, drawn.
 
     HotlapError
-    ├── Refused                3   refused, locked, changed
+    ├── Refused                3   refused, locked, changed, budget, guard
     │   ├── RunLocked              locked
-    │   └── RunChanged             changed
+    │   ├── RunChanged             changed
+    │   ├── BudgetRefused          budget
+    │   └── GuardRefused           guard
     ├── UsageError             2   usage, config, data, missing
     │   ├── ConfigError            config
     │   ├── BadData                data
@@ -13,6 +15,17 @@
     │   ├── PinMismatch            pins
     │   └── AuditFailed            audit
     ├── FetchFailed            5   fetch
+    ├── ProviderFailed         5   provider, no_capacity, no_funds, no_permission, provisioning, price, lost, survivors
+    │   ├── NotCreated             provider, no_capacity, no_funds
+    │   │   ├── NoCapacity             no_capacity
+    │   │   └── NoFunds                no_funds
+    │   ├── NoPermission           no_permission
+    │   ├── RateLimited            provider
+    │   ├── AmbiguousCreate        provider
+    │   ├── ProvisioningFailed     provisioning
+    │   ├── PriceRose              price
+    │   ├── MachineLost            lost
+    │   └── Survivors              survivors
     ├── TrainingFailed         6   nan, diverged, oom, crash
     │   ├── NonFiniteLoss          nan
     │   ├── Diverged               diverged
@@ -75,6 +88,18 @@ class RunChanged(Refused):
     reason = "changed"
 
 
+class BudgetRefused(Refused):
+    """The ledger has no room for the worst case."""
+
+    reason = "budget"
+
+
+class GuardRefused(Refused):
+    """This machine serves, so nothing is trained on it."""
+
+    reason = "guard"
+
+
 class IntegrityError(HotlapError):
     exit_code = 4
     reason = "corrupt"
@@ -97,6 +122,65 @@ class FetchFailed(HotlapError):
 
     exit_code = 5
     reason = "fetch"
+
+
+class ProviderFailed(HotlapError):
+    """A provider did not do what was asked, did not answer, or answered what cannot be read."""
+
+    exit_code = 5
+    reason = "provider"
+
+
+class NotCreated(ProviderFailed):
+    """A definite no to a create: nothing exists and nothing will."""
+
+
+class NoCapacity(NotCreated):
+    reason = "no_capacity"
+
+
+class NoFunds(NotCreated):
+    reason = "no_funds"
+
+
+class NoPermission(ProviderFailed):
+    """A key that is wrong or may not do this. To a create it is as definite a no as `NotCreated`."""
+
+    reason = "no_permission"
+
+
+class RateLimited(ProviderFailed):
+    """Asked too often. To a create it is a definite no, for now."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class AmbiguousCreate(ProviderFailed):
+    """The create may or may not have had its effect. It is never sent again; the machine is looked for by name."""
+
+
+class ProvisioningFailed(ProviderFailed):
+    """The machine did not get ready within its provisioning deadline."""
+
+    reason = "provisioning"
+
+
+class PriceRose(ProviderFailed):
+    reason = "price"
+
+
+class MachineLost(ProviderFailed):
+    """The machine ended, restarted or fell silent before its job gave a result."""
+
+    reason = "lost"
+
+
+class Survivors(ProviderFailed):
+    """A machine whose time is over is not proven dead."""
+
+    reason = "survivors"
 
 
 class TrainingFailed(HotlapError):

@@ -18,6 +18,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from hotlap import checkpoint, clock, durable
 from hotlap.errors import CorruptFile, RunLocked, UsageError, VolumeGone
 
 Say = Callable[[str], None]
+
+_CLOCKS_AGREE_S = 300.0
 
 
 class RunFolder:
@@ -181,9 +184,12 @@ def _require_free(run: RunFolder, number: int, say: Say) -> None:
     if holder is None:
         say(f"Slice {number} left no readable holder; its lock is taken over.")
         return
-    left_s = holder.expires_at_s - clock.wall_s()
+    now_s = clock.wall_s()
+    left_s = holder.expires_at_s - now_s
     if holder.is_local() and not holder.is_alive():
         say(f"Slice {number} (process {holder.pid}) died without a word; its lock is taken over.")
+    elif holder.started_at_s > now_s + _CLOCKS_AGREE_S:
+        say(f"The lock of slice {number} was taken in the future: a clock jumped. It is taken over.")
     elif left_s <= 0:
         say(f"The lock of slice {number} ran out {-left_s:.0f} s ago; it is taken over.")
     else:
@@ -224,6 +230,11 @@ class SliceState:
         return self.result is not None or self.exit is not None
 
     @property
+    def ended_at_s(self) -> float | None:
+        """When its account was written, in seconds since 1970."""
+        return self.result.get("ended_at_s") if self.result is not None else None
+
+    @property
     def ending(self) -> str:
         """A reason word, or `running`, or `killed` for one that ended without an account."""
         if self.result is not None:
@@ -248,12 +259,11 @@ def newest_number(run: RunFolder) -> int:
 
 def slice_state(run: RunFolder, number: int) -> SliceState:
     folder = _slice_folder(run, number)
-    holder = _read_json(folder / "holder.json")
     return SliceState(
         number=number,
-        holder=Holder(**holder) if holder else None,
-        result=_read_json(folder / "result.json"),
-        exit=_read_json(folder / "exit.json"),
+        holder=_read_holder(folder / "holder.json"),
+        result=_read_account(folder / "result.json"),
+        exit=_read_account(folder / "exit.json"),
     )
 
 
@@ -266,16 +276,32 @@ def record_exit(run: RunFolder, number: int, seen: dict[str, Any]) -> None:
     durable.replace(_slice_folder(run, number) / "exit.json", (durable.canonical_json(seen) + "\n").encode())
 
 
+def _read_holder(path: Path) -> Holder | None:
+    fields = _read_json(path)
+    return (
+        Holder(**fields)
+        if fields is not None and set(fields) == {field.name for field in dataclass_fields(Holder)}
+        else None
+    )
+
+
+def _read_account(path: Path) -> dict[str, Any] | None:
+    account = _read_json(path)
+    return account if account is not None and "reason" in account else None
+
+
 def _read_json(path: Path) -> dict[str, Any] | None:
+    """None for what is missing or damaged."""
     try:
-        return json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return None
+    return value if isinstance(value, dict) else None
 
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at a glance. `state` is `finished`, `running`, `paused` or the reason word of the failure."""
+    """A run at a glance. `state` is `finished`, `running`, `paused`, `corrupt` or the reason word of the failure."""
 
     name: str
     folder: str
@@ -298,9 +324,11 @@ def is_finished(run: RunFolder) -> bool:
 
 
 def run_state(run: RunFolder) -> RunState:
-    identity = read_identity(run)
-    rows = durable.read_rows(run.metrics)
     newest = newest_number(run)
+    try:
+        identity, rows = read_identity(run), durable.read_rows(run.metrics)
+    except CorruptFile as error:
+        return RunState(run.name, str(run.path), error.reason, 0, None, newest, None, None, None)
     ending = slice_state(run, newest).ending if newest else "paused"
     if is_finished(run):
         state = "finished"

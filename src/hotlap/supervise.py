@@ -3,6 +3,7 @@
 Whoever starts a slice does it through here: the command line, a worker on a rented machine, a study's trial.
 """
 
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,15 +47,16 @@ def run_slice(
     end = child.run_child(argv, deadline, on_event, on_talk)
     run = runs.RunFolder(config.run_folder)
     reason = _reason(end)
+    exit_code = SLICE_OVER if reason == "stopped" else end.exit_code
     number = _number_of(run, end.pid)
     if number is not None:
         account_s = end.result["timeline"]["elapsed_s"] if end.result else None
-        seen = {"exit_code": end.exit_code, "reason": reason, "wall_s": end.wall_s, "account_s": account_s}
+        seen = {"exit_code": exit_code, "reason": reason, "wall_s": end.wall_s, "account_s": account_s}
         try:
             runs.record_exit(run, number, seen)
         except StorageFailed as error:
             on_talk(f"The slice's end is not kept. {error}")
-    return SliceEnd(number, end.exit_code, reason, end.wall_s, end.result, end)
+    return SliceEnd(number, exit_code, reason, end.wall_s, end.result, end)
 
 
 def _reason(end: child.ChildEnd) -> str:
@@ -64,6 +66,8 @@ def _reason(end: child.ChildEnd) -> str:
         return "interrupted"
     if end.result is not None:
         return end.result["reason"]
+    if end.was_asked_to_stop and end.exit_code == -signal.SIGTERM:  # before it could listen: nothing had begun
+        return "stopped"
     return "killed" if end.exit_code < 0 else "unexpected"
 
 

@@ -9,10 +9,15 @@ from typing import NoReturn
 import click
 
 import hotlap
+from hotlap.cli.budget import budget
 from hotlap.cli.demo import demo
 from hotlap.cli.doctor import doctor
 from hotlap.cli.generate import generate
+from hotlap.cli.launch import launch
+from hotlap.cli.machines import machines
 from hotlap.cli.prefetch import prefetch
+from hotlap.cli.preview import preview
+from hotlap.cli.reap import reap
 from hotlap.cli.runs import logs, runs, stop
 from hotlap.cli.train import train
 from hotlap.errors import HotlapError
@@ -29,7 +34,7 @@ def cli() -> None:
     """
 
 
-for command in (demo, doctor, prefetch, train, runs, logs, stop, generate):
+for command in (demo, doctor, prefetch, preview, train, runs, logs, stop, generate, launch, machines, reap, budget):
     cli.add_command(command)
 
 
@@ -40,14 +45,16 @@ def main() -> NoReturn:
         sys.exit(code if isinstance(code, int) else 0)
     except click.exceptions.Abort:
         _leave(130, "interrupted", "interrupted")
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        sys.exit(2)
+    except click.ClickException as error:
         _leave(2, "usage", error.format_message())
     except HotlapError as error:
         _leave(error.exit_code, error.reason, str(error))
     except BrokenPipeError:  # `hotlap runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(0)
+        sys.exit(1)
     except Exception as error:  # noqa: BLE001  (the last resort: every other error is ours to name)
         traceback.print_exc()
         _leave(

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 QUESTIONS = ("Who are you?", "Who made you?", "How were you trained?")
 _ANSWER_TOKENS = 40
+_LEAVING_S = 3.0
+_MOST_LAPS = 8
 DATASET = Path(__file__).with_name("demo_identity.jsonl")
 
 _SETTINGS: dict[str, Any] = {
@@ -119,7 +121,7 @@ def _train(config: "RunConfig", say: Callable[[str], None]) -> list[_Lap]:
     first = _slice(config, kill)
     laps = [first]
     laps.append(_slice(_half_way(config, first), lambda _event, _watch: None))
-    while laps[-1].end.goes_on:
+    while laps[-1].end.exit_code != 0 and len(laps) < _MOST_LAPS:
         laps.append(_slice(config, lambda _event, _watch: None))
     _require_done(laps[-1].end)
     return laps
@@ -152,7 +154,7 @@ def _half_way(config: "RunConfig", first: _Lap) -> "RunConfig":
     """The same run with a cap that ends the next slice about half-way through what is left."""
     start_up_s = first.end.wall_s * (1.0 - first.goodput)
     left_s = (first.num_steps - first.last_step) * first.step_s
-    minutes = min(config.slice.minutes, (start_up_s + left_s / 2) / 60.0)
+    minutes = min(config.slice.minutes, (start_up_s + _LEAVING_S + left_s / 2) / 60.0)
     return config.model_copy(update={"slice": config.slice.model_copy(update={"minutes": minutes})})
 
 

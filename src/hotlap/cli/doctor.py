@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from hotlap import errors
+from hotlap.cli import doctor_money
 
 _PROBE_S = 120.0
 
@@ -64,6 +65,7 @@ def examine() -> dict[str, Any]:
         "num_cores": _num_cores(),
         "memory": _memory(),
         "limits": _limits(problems),
+        "money": doctor_money.examine(problems),
         "disk": _disk(problems),
         "artifacts": _artifacts(),
         "torch": _torch(problems),
@@ -224,6 +226,7 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     limits = report["limits"]
     if limits["max_slice_minutes"] is not None:
         yield "slice cap", f"{limits['max_slice_minutes']:g} minutes, as {limits['file']} says"
+    yield from doctor_money.rows(report["money"])
     for artifact in report["artifacts"]:
         state = "" if artifact["is_whole"] else ", damaged: fetch it again with hotlap prefetch"
         yield "artifact", f"{artifact['name']}, {_gb(artifact['bytes'])}{state}"

@@ -60,7 +60,7 @@ def generate(
         else:
             click.echo(f"> {answer['prompt']}\n{answer['text']}\n" if len(texts) > 1 else answer["text"])
 
-    ask(model_folder, choice and choice.folder, texts, max_new_tokens, show)
+    ask(model_folder, choice and choice.folder, texts, max_new_tokens, show, _chat_template(folder))
 
 
 def ask(
@@ -69,6 +69,7 @@ def ask(
     prompts: Sequence[str],
     max_new_tokens: int,
     on_answer: Callable[[dict[str, Any]], None],
+    chat_template: str | None = None,
 ) -> list[dict[str, Any]]:
     """`prompt`, `text` and `num_tokens` of every answer, in the prompts' order; `on_answer` gets each as it comes.
 
@@ -80,6 +81,8 @@ def ask(
     from hotlap import child, clock, durable
 
     order = {"model_folder": str(model_folder), "adapter": adapter and str(adapter), "prompts": list(prompts)}
+    if chat_template is not None:
+        order["chat_template"] = chat_template
     text = durable.canonical_json({**order, "max_new_tokens": max_new_tokens})
     if (num_bytes := len(text.encode())) > _MOST_ORDER_BYTES:
         raise errors.UsageError(f"The prompts have {num_bytes:,} bytes, and {_MOST_ORDER_BYTES:,} fit. Ask fewer.")
@@ -171,6 +174,20 @@ def _model_folder(run: "RunFolder") -> Path:
             f"{folder} is not the base model that {run.name} was trained on: {'; '.join(differences)}. Put it back."
         )
     return folder
+
+
+def _chat_template(run: "RunFolder") -> str | None:
+    """The file that takes the place of the model's own template, if the run was trained with one."""
+    from hotlap import artifacts
+    from hotlap.runs import read_identity
+
+    identity = read_identity(run)
+    if identity is None or "chat_template" not in identity.data_pins:
+        return None
+    path: str = identity.trajectory["data"]["chat_template"]
+    if differences := artifacts.changed(Path(path), artifacts.pins_from_json(identity.data_pins["chat_template"])):
+        raise errors.RunChanged(f"{path} is not what {run.name} was trained with: {'; '.join(differences)}.")
+    return path
 
 
 def _text_of(prompt: str) -> str:

@@ -21,6 +21,11 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+def plain(text: str) -> str:
+    """Strangers' text without the characters that steer a terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 def hms(seconds: float) -> str:
     minutes, seconds = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
@@ -57,10 +62,15 @@ class SliceProgress:
     def __exit__(
         self, _type: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._task is not None:
+            self._bar.stop()
 
     def on_talk(self, line: str) -> None:
-        self._console.print(escape(line))
+        """A line of talk. A terminal that is gone is no reason to end a slice: the run's files tell it all."""
+        try:
+            self._console.print(escape(plain(line)))
+        except OSError:
+            self._task = None
 
     def on_event(self, event: dict[str, Any]) -> None:
         if event["event"] == "start":
@@ -110,6 +120,7 @@ _ENDINGS = {
     "overran": "the slice did not end by its cap and was killed; what it had published is intact, and calling again "
     "resumes there. If it comes back, lower train.micro_batch_rows or data.seq_len",
     "interrupted": "killed at the second Ctrl-C; what it had published is intact",
+    "stopped": "stopped before the first step",
     "killed": "ended from outside; what it had published is intact",
     "unexpected": "the slice crashed, and the lines above tell where; what it had published is intact",
 }

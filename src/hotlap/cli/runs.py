@@ -18,6 +18,8 @@ _OUTPUT_DIR = click.option(
 )
 _POLL_S = 0.5
 _STOP_PATIENCE_S = 60.0
+_NEXT_SLICE_S = 5.0
+_PROOF_PATIENCE_S = 180.0
 
 
 @click.command(
@@ -35,10 +37,10 @@ def runs(run: str | None, output_dir: Path, as_json: bool) -> None:
 
     if run is None:
         states = [asdict(run_state(folder)) for folder in list_runs(output_dir)]
-        click.echo(json.dumps(states, indent=1)) if as_json else _print_table(states, _RUN_COLUMNS)
+        click.echo(json.dumps(states, indent=1)) if as_json else print_table(states, _RUN_COLUMNS)
         return
     slices = [_slice_row(state) for state in all_slices(find_run(run, output_dir))]
-    click.echo(json.dumps(slices, indent=1)) if as_json else _print_table(slices, _SLICE_COLUMNS)
+    click.echo(json.dumps(slices, indent=1)) if as_json else print_table(slices, _SLICE_COLUMNS)
 
 
 _RUN_COLUMNS = ("name", "state", "step", "num_steps", "num_slices", "loss", "val_loss", "created_at")
@@ -63,7 +65,7 @@ def _slice_row(state: "SliceState") -> dict[str, Any]:
     return row
 
 
-def _print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
+def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -104,18 +106,31 @@ def logs(run: str, follow: bool, output_dir: Path, as_json: bool) -> None:
 def _rows(run: "RunFolder", follow: bool) -> Iterator[dict[str, Any]]:
     """Rows as they are there; a resumed slice that takes rows back says so by telling their steps again."""
     from hotlap import clock, durable
-    from hotlap.runs import newest_number, slice_state
 
     num_told = 0
     while True:
-        newest = newest_number(run)
-        is_running = bool(newest) and slice_state(run, newest).ending == "running"
+        is_running = _newest_slice(run, waits=follow).ending == "running"
         rows = durable.read_rows(run.metrics)
         yield from rows[min(num_told, len(rows)) :]
         num_told = len(rows)
         if not follow or not is_running:
             return
         clock.sleep_s(_POLL_S)
+
+
+def _newest_slice(run: "RunFolder", waits: bool) -> "SliceState":
+    """The newest slice. Between two slices of a chain there is none that runs, so `waits` gives a next one time."""
+    from hotlap import clock
+    from hotlap.runs import newest_number, slice_state
+
+    until = clock.Deadline(clock.monotonic_s() + _NEXT_SLICE_S)
+    while True:
+        state = slice_state(run, newest_number(run))
+        ended_at_s = state.ended_at_s or 0.0
+        is_between = state.ending == "slice_over" and clock.wall_s() - ended_at_s < _NEXT_SLICE_S
+        if not waits or not is_between or until.is_over():
+            return state
+        clock.sleep_s(_POLL_S / 5)
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -134,16 +149,51 @@ Example:
 @_OUTPUT_DIR
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def stop(run: str, output_dir: Path, as_json: bool) -> None:
-    """Stop a run's slice: its state is saved, and the same command resumes it. Waits for the proof."""
-    from hotlap.runs import find_run, newest_number, slice_state
+    """Stop a run's slice: its state is saved, and the same command resumes it. Waits for the proof.
 
+    A machine that is rented for the run is given back, and proven dead.
+    """
+    from hotlap.runs import find_run
+
+    leases = _end_rented(run)
+    if leases and not (output_dir / run / "slices").is_dir():
+        # The run's folder lies on a volume elsewhere; its machines are all that is here.
+        click.echo(json.dumps({"run": run, "leases": leases}) if as_json else f"{run}: nothing is rented any more")
+        return
     folder = find_run(run, output_dir)
-    newest = newest_number(folder)
-    state = slice_state(folder, newest)
+    state = _newest_slice(folder, waits=True)
+    newest = state.number
     if state.ending == "running":
         state = _end(folder, state)
     answer = {"run": folder.name, "slice": newest, "ending": state.ending, "step": (state.result or {}).get("step")}
+    answer |= {"leases": leases} if leases else {}
     click.echo(json.dumps(answer) if as_json else f"{folder.name}: slice {newest} is over ({state.ending})")
+
+
+def _end_rented(run: str) -> list[dict[str, Any]]:
+    """Give back what is rented for a run, which a file in the home or the ledger tells."""
+    from hotlap import clock
+    from hotlap.cloud import launches
+    from hotlap.config import hotlap_home, load_cloud
+
+    name = Path(run).name
+    if load_cloud().ledger.url is None and not (hotlap_home() / "ledger.sqlite").exists():
+        return []
+    from hotlap.cloud import rental
+    from hotlap.cloud.ledger import Ledger
+    from hotlap.cloud.proof import Patience
+
+    settings = load_cloud()
+
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    patience = Patience(_PROOF_PATIENCE_S, clock.monotonic_s, clock.sleep_s, say=say)
+    closed = launches.stop(name, Ledger(settings), lambda each: rental.open_provider(each, settings), patience, say)
+    for lease in closed:
+        say(f"machine {lease.machine_id or 'unseen'}: lease {lease.lease_id} is {lease.state}, {lease.amount.text()}")
+    keys = ("lease_id", "machine_id", "state", "gpu_s", "usd_micros")
+    return [{key: getattr(lease, key) for key in keys} for lease in closed]
 
 
 def _end(run: "RunFolder", state: "SliceState") -> "SliceState":

@@ -64,7 +64,8 @@ def run_slices(settings: "RunConfig", cap_began_s: float, chain: bool) -> "Slice
     while True:
         with SliceProgress(settings) as progress:
             end = supervise.run_slice(settings, progress.on_event, progress.on_talk, cap_began_s)
-        end.end.raise_if_killed("The slice")
+        if end.reason == "killed":
+            end.end.raise_if_killed("The slice")
         progress.tell(end)
         if not chain or not end.goes_on:
             return end

@@ -1,11 +1,8 @@
 """From messages to tokens, and which of them are trained: the assistant's words and its end-of-turn token.
 
-Training, evaluation and generation share what decides what a model sees: the tokenizer's own chat template (`_write`)
-and exactly the begin token that it wants (`_missing_begin`). Where an answer begins and ends is read off the template
-itself: it is rendered up to the answer as for generation, and again with the answer. No marker is ever searched for,
-so the template needs none, and text that looks like one misleads nobody.
-
-A tokenizer without a chat template renders prompt, completion and the end token as plain text.
+Training, evaluation and generation share what decides what a model sees: the chat template (`turns`) and exactly the
+begin token that the tokenizer wants (`_missing_begin`). A tokenizer without a chat template renders prompt,
+completion and the end token as plain text; an example that is plain text is written so in any case.
 """
 
 # L tokens of an example
@@ -19,7 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotlap.data.readers import Example, Message
+from hotlap.config_data import DataConfig
+from hotlap.data.examples import BadRow, Example, Message
+from hotlap.data.turns import ChatTemplate, Text
 from hotlap.errors import BadData, MissingArtifact
 
 
@@ -35,22 +34,17 @@ class Rendered:
         return bool(self.is_trained_L.any())
 
 
-@dataclass(frozen=True)
-class _Text:
-    """A rendering, and the character ranges in it that are trained."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-
-
 class Renderer:
-    """Writes conversations as tokens, with the tokenizer and the chat template of a model folder.
+    """Writes conversations as tokens, with the tokenizer of a model folder, and its chat template or another.
 
     Raises:
-        MissingArtifact: the folder has no `tokenizer.json`.
+        MissingArtifact: the folder has no `tokenizer.json`, or the chat template's file is not there.
+        BadData: the chat template is none.
     """
 
-    def __init__(self, tokenizer_folder: Path) -> None:
+    def __init__(
+        self, tokenizer_folder: Path, settings: DataConfig | None = None, chat_template: Path | None = None
+    ) -> None:
         if not (tokenizer_folder / "tokenizer.json").is_file():
             raise MissingArtifact(
                 f"{tokenizer_folder} has no tokenizer.json. Load its tokenizer with transformers' AutoTokenizer and "
@@ -59,12 +53,18 @@ class Renderer:
         # Not AutoTokenizer: it imports torch, and this class reads tokenizer.json to the letter.
         from transformers import PreTrainedTokenizerFast
 
+        self._settings = settings or DataConfig()
         self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder, local_files_only=True)
+        if chat_template is not None:
+            self._tokenizer.chat_template = read_template(chat_template)
         self._folder = tokenizer_folder
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         self._begin = self._begin_tokens()
+        self._template = ChatTemplate(self._tokenizer, self._settings)
+        if self.has_chat_template:
+            self._require_template(chat_template or tokenizer_folder)
 
     @property
     def has_chat_template(self) -> bool:
@@ -102,39 +102,81 @@ class Renderer:
         """
         example = Example(tuple(messages), line=1, source="The prompt,")
         if self.has_chat_template:
-            text = self._write([(example, len(messages))], is_prompt=True)[0]
+            text = self._template.prompt(example)
+            if isinstance(text, BadRow):
+                raise BadData(f"{text.place}: {text.reason}")
         else:
             if [message.role for message in messages] != ["user"]:
                 raise BadData(f"{self._no_template}, so a prompt is one user message. Give one.")
             text = messages[0].content
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        return self._missing_begin(encoding.ids) + encoding.ids
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        return self._missing_begin(ids) + ids
 
     def render(self, examples: Sequence[Example]) -> list[Rendered]:
         """
         Raises:
             BadData: an example cannot be rendered so that what is trained is certain; names its line.
         """
-        texts = self._chats(examples) if self.has_chat_template else [self._plain(example) for example in examples]
-        # The Rust threads of encode_batch, never forked processes: a fork after they exist may hang.
-        encodings = self._backend.encode_batch([text.text for text in texts], add_special_tokens=False)
-        return [self._rendered(*each) for each in zip(examples, texts, encodings, strict=True)]
+        found: list[Rendered] = []
+        for each in self.render_each(examples):
+            if isinstance(each, BadRow):
+                raise BadData(f"{each.place}: {each.reason}")
+            found += each
+        return found
 
-    def _rendered(self, example: Example, text: _Text, encoding: Any) -> Rendered:
-        begin = self._missing_begin(encoding.ids)
-        tokens = begin + encoding.ids
-        is_trained = [False] * len(begin) + _touched(encoding.offsets, text.spans)
-        if not self.has_chat_template and tokens[-1:] != [self.eos_token_id]:
-            tokens.append(self.eos_token_id)
-            is_trained.append(True)
-        is_trained[:1] = [False]
-        rendered = Rendered(np.array(tokens, dtype=np.int32), np.array(is_trained, dtype=np.bool_))
-        if text.spans and not rendered.is_trainable:
-            raise BadData(
-                f"{example.place}: the chat template leaves out every answer, so nothing would be trained. "
-                f"Remove the line, or use a base model with another template."
-            )
-        return rendered
+    def render_each(self, examples: Sequence[Example]) -> list[list[Rendered] | BadRow]:
+        """Every example's tokens: one piece, or more where the template rewrites earlier answers, or why there is none.
+
+        Raises:
+            BadData: no example at all can be rendered with this tokenizer.
+        """
+        texts = self._texts(examples)
+        pieces = [text for each in texts if not isinstance(each, BadRow) for text in each]
+        # The Rust threads of encode_batch, never forked processes: a fork after they exist may hang.
+        encodings = iter(self._backend.encode_batch([text.text for text in pieces], add_special_tokens=False))
+        return [
+            each
+            if isinstance(each, BadRow)
+            else self._finished(example, [self._rendered(example, text, next(encodings)) for text in each])
+            for example, each in zip(examples, texts, strict=True)
+        ]
+
+    def _texts(self, examples: Sequence[Example]) -> list[list[Text] | BadRow]:
+        chats = [example for example in examples if self._is_chat(example)]
+        written = iter(self._template.texts(chats))
+        return [next(written) if self._is_chat(example) else self._plain(example) for example in examples]
+
+    def _is_chat(self, example: Example) -> bool:
+        return self.has_chat_template and example.kind != "text"
+
+    def _rendered(self, example: Example, text: Text, encoding: Any) -> Rendered:
+        ids = encoding.ids
+        begin = self._missing_begin(ids)
+        tokens = np.array(begin + ids, dtype=np.int32)
+        is_trained = np.zeros(len(tokens), dtype=np.bool_)
+        for first, stop in text.spans:
+            mark_span(encoding, first, stop, is_trained[len(begin) :])
+        ends = not self._is_chat(example) and self._settings.append_end
+        if ends and (len(tokens) == 0 or tokens[-1] != self.eos_token_id):
+            tokens = np.append(tokens, np.int32(self.eos_token_id or 0))
+            is_trained = np.append(is_trained, bool(text.spans))
+        is_trained[:1] = False
+        return Rendered(tokens, is_trained)
+
+    def _finished(self, example: Example, pieces: list[Rendered]) -> list[Rendered] | BadRow:
+        wants_some = any(example.messages[turn].is_trained for turn in example.answers)
+        if not wants_some or example.kind == "text" or any(piece.is_trainable for piece in pieces):
+            return pieces
+        if self._settings.turns == "last" and not example.messages[example.answers[-1]].is_trained:
+            return pieces
+        return BadRow(
+            example.line,
+            "answers that the chat template leaves out",
+            "the chat template leaves out every answer, so nothing would be trained. "
+            "Remove the row, or use another template with data.chat_template.",
+            example.source,
+            example.unit,
+        )
 
     def _begin_tokens(self) -> list[int]:
         """What the tokenizer's post-processor puts before a text."""
@@ -146,98 +188,66 @@ class Renderer:
         """The begin tokens, unless the template wrote them."""
         return [] if tokens[: len(self._begin)] == self._begin else self._begin
 
+    def _require_template(self, place: Path) -> None:
+        try:
+            self._tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        except Exception as error:  # noqa: BLE001  (a template may refuse the probe; only one that is none is refused)
+            if type(error).__name__ == "TemplateSyntaxError":
+                raise BadData(f"The chat template of {place} is broken: {error}. Repair it.") from None
+
     # --- plain text ---
 
     @property
     def _no_template(self) -> str:
         return f"The tokenizer in {self._folder} has no chat template"
 
-    def _plain(self, example: Example) -> _Text:
-        if example.kind != "completion":
+    def _plain(self, example: Example) -> list[Text] | BadRow:
+        if self.eos_token_id is None and self._settings.append_end:
             raise BadData(
-                f"{example.place}: {self._no_template}, so messages cannot be rendered. "
-                f"Write prompt and completion instead, or use a base model with a chat template."
+                f"{self._no_template if example.kind != 'text' else f'The tokenizer in {self._folder} writes text'} "
+                f"and no end token, so a model would never learn to stop. "
+                f"Set eos_token in its tokenizer_config.json, or data.append_end = false."
             )
-        if self.eos_token_id is None:
-            raise BadData(
-                f"{self._no_template} and no end token, so a model would never learn to stop. "
-                f"Set eos_token in its tokenizer_config.json."
+        if example.kind == "text":
+            text = example.messages[0].content
+            return [Text(text, ((0, len(text)),))]
+        if [message.role for message in example.messages] != ["user", "assistant"] or example.kind != "completion":
+            return BadRow(
+                example.line,
+                "messages without a chat template",
+                f"{self._no_template}, so messages cannot be rendered. Write prompt and completion instead, or name "
+                f"a template's file in data.chat_template.",
+                example.source,
+                example.unit,
             )
         prompt, completion = (message.content for message in example.messages)
-        return _Text(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
-
-    # --- chat templates ---
-
-    def _chats(self, examples: Sequence[Example]) -> list[_Text]:
-        turns = [
-            (row, turn)
-            for row, example in enumerate(examples)
-            for turn, message in enumerate(example.messages)
-            if message.role == "assistant"
-        ]
-        ends = sorted(
-            {(row, len(example.messages)) for row, example in enumerate(examples)}.union(
-                (row, turn + 1) for row, turn in turns
-            )
-        )
-        through = dict(zip(ends, self._write([(examples[row], num) for row, num in ends]), strict=True))
-        later = [(row, turn) for row, turn in turns if turn > 0]
-        before = dict(
-            zip(later, self._write([(examples[row], num) for row, num in later], is_prompt=True), strict=True)
-        )
-        before |= {(row, turn): self._opening(examples[row]) for row, turn in turns if turn == 0}
-        wholes = [through[row, len(example.messages)] for row, example in enumerate(examples)]
-        spans: list[list[tuple[int, int]]] = [[] for _ in examples]
-        for row, turn in turns:
-            spans[row].append(_span(examples[row], turn, before[row, turn], through[row, turn + 1], wholes[row]))
-        return [_Text(whole, tuple(ranges)) for whole, ranges in zip(wholes, spans, strict=True)]
-
-    def _opening(self, example: Example) -> str:
-        """What a template writes before the answer of a conversation that begins with one.
-
-        Templates cannot render a conversation of no messages, so it is what two have in common that differ in their
-        answer's first letter.
-        """
-        probes = [Example((Message("assistant", letter),), example.line, source=example.source) for letter in "ab"]
-        one, other = self._write([(probe, 1) for probe in probes])
-        differs = (at for at, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
-        return one[: next(differs, None)]
-
-    def _write(self, cuts: Sequence[tuple[Example, int]], is_prompt: bool = False) -> list[str]:
-        """Examples up to a number of messages in the template's hand; a prompt asks for the assistant's turn next."""
-        conversations = [
-            [{"role": message.role, "content": message.content} for message in example.messages[:num_messages]]
-            for example, num_messages in cuts
-        ]
-        if not conversations:
-            return []
-        try:
-            return self._tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=is_prompt)
-        except Exception as error:  # a template is somebody's code: whatever it raises is about its input
-            if len(cuts) > 1:  # one by one, to tell which
-                return [self._write([cut], is_prompt)[0] for cut in cuts]
-            raise BadData(
-                f"{cuts[0][0].place}: the tokenizer's chat template refuses the conversation: {error}. "
-                f"Change it, or use a base model with another template."
-            ) from error
+        return [Text(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))]
 
 
-def _touched(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
-    """Which tokens hold a character of a span. One that lies across its boundary does: it cannot be told apart."""
-    if len(spans) == 1:
-        first, stop = spans[0]
-        return [start < stop and end > first for start, end in offsets]
-    return [any(start < stop and end > first for first, stop in spans) for start, end in offsets]
+def read_template(path: Path) -> str:
+    """
+    Raises:
+        MissingArtifact: there is no such file, or it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MissingArtifact(f"The chat template {path} cannot be read: {error}. Check data.chat_template.") from None
 
 
-def _span(example: Example, turn: int, before: str, through: str, whole: str) -> tuple[int, int]:
-    """Where the answer of a turn, with its end-of-turn token, stands in the whole conversation."""
-    # What a template writes after the end of a turn is white space.
-    through = through.rstrip()
-    if not (through.startswith(before) and whole.startswith(through)):
-        raise BadData(
-            f"{example.place}: the chat template writes message {turn + 1} differently when it is asked for, given or "
-            f"followed by others, so what is trained would not be what the model writes. "
-            f"End the example with that message, or use a base model with another template."
-        )
-    return len(before), len(through)
+def mark_span(encoding: Any, first: int, stop: int, is_trained_L: npt.NDArray[np.bool_]) -> None:
+    """Mark the tokens that hold a character of a span. One that lies across its boundary does: it cannot be told
+    apart."""
+    if first == stop:
+        return
+    # Asking for two positions is an order of magnitude faster than taking every offset out.
+    begin, last = encoding.char_to_token(first), encoding.char_to_token(stop - 1)
+    if begin is None or last is None:  # a character that no token holds
+        for at, (start, end) in enumerate(encoding.offsets):
+            is_trained_L[at] |= start < stop and end > first
+        return
+    # Several tokens may hold one character; a question for it is answered with the first.
+    num_tokens = len(is_trained_L)
+    while last + 1 < num_tokens and (span := encoding.token_to_chars(last + 1)) is not None and span[0] < stop:
+        last += 1
+    is_trained_L[begin : last + 1] = True

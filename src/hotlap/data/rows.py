@@ -1,21 +1,22 @@
-"""Writing packed rows: examples in, fixed-length lines of tokens out, in memory that does not grow with the data.
+"""Packed rows on disk: fixed-length lines of tokens, written in memory that does not grow with the data.
 
-Next-fit in the order given: an example goes behind the one before it or, if it does not fit there, into a new row. No
-example is split; one longer than a row is dropped, counted and listed.
+`next-fit` puts a piece behind the one before it or, if it does not fit there, into a new row. `best-fit` looks among
+the rows in memory for the one it fills best. `none` gives each piece a row of its own. No piece is split.
 """
 
-# N rows, T positions in a row, L tokens of an example, B rows of a block in memory
+# N rows, T positions in a row, L tokens of a piece, B rows of a block in memory
 
-from collections.abc import Callable, Iterable, Iterator
+import bisect
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from hotlap import clock, durable
-from hotlap.data.readers import Example
-from hotlap.data.render import Rendered, Renderer
+from hotlap import durable
+from hotlap.config_data import PackingConfig
+from hotlap.data.render import Rendered
 from hotlap.errors import storage_errors
 
 TOKENS = "tokens.bin"
@@ -23,243 +24,137 @@ SEGMENTS = "segments.bin"
 IS_TRAINED = "is_trained.bin"
 NUM_TRAINED = "num_trained.bin"
 DTYPES = {TOKENS: "<i4", SEGMENTS: "<u2", IS_TRAINED: "|b1", NUM_TRAINED: "<i8"}
-_DROPPED = "dropped.jsonl"
 
-_BATCH_EXAMPLES = 1000
-_BATCH_CHARACTERS = 1 << 20
 _BLOCK_TOKENS = 1 << 19
-_LISTED_LINES = 20
 _MOST_SEGMENTS = np.iinfo(np.uint16).max
-_PROGRESS_EVERY_S = 1.0
+_HISTOGRAM_BINS = 16
 
 
 @dataclass(frozen=True)
-class Dropped:
-    """Examples that are in no row. `lines` are the first few line numbers; `dropped.jsonl` beside the rows has all."""
-
-    count: int
-    fewest_tokens: int
-    lines: tuple[int, ...]
-
-    @property
-    def where(self) -> str:
-        more = ", ..." if self.count > len(self.lines) else ""
-        return f"line{'s' if self.count > 1 else ''} {', '.join(map(str, self.lines))}{more}"
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What there is to say about packed rows without reading them."""
-
-    seq_len: int
+class RowFacts:
     num_rows: int
-    num_read: int
     num_examples: int
     num_tokens: int
     num_trained_tokens: int
     longest_tokens: int
-    """Tokens of the longest example that is in a row."""
-
     largest_token_id: int
-    """Padding included: a model with no more embedding rows than this cannot be trained on these."""
-
-    too_long: Dropped
-    no_answer: Dropped
-
-    @property
-    def fill(self) -> float:
-        """Share of the positions that hold a token."""
-        return self.num_tokens / max(1, self.num_rows * self.seq_len)
-
-    def in_words(self) -> list[str]:
-        """A sentence on what is trained, and one on each reason for which something is not."""
-        sentences = [
-            f"{self.num_examples:,} of {self.num_read:,} examples in {self.num_rows:,} rows of {self.seq_len:,} tokens "
-            f"({self.fill:.0%} filled); {self.num_trained_tokens:,} of {self.num_tokens:,} tokens are trained."
-        ]
-        if self.too_long.count:
-            sentences.append(
-                f"Dropped {self.too_long.count:,} of {self.num_read:,} examples for being longer than data.seq_len, "
-                f"{self.seq_len:,} tokens ({self.too_long.where})."
-            )
-        if self.no_answer.count:
-            sentences.append(
-                f"Dropped {self.no_answer.count:,} of {self.num_read:,} examples for having no assistant's message "
-                f"({self.no_answer.where})."
-            )
-        return sentences
-
-
-def facts_from_json(written: dict[str, Any]) -> Facts:
-    """The facts that `dataclasses.asdict` and JSON made of `Facts`."""
-    facts = dict(written)
-    for reason in ("too_long", "no_answer"):
-        entry = written[reason]
-        facts[reason] = Dropped(entry["count"], entry["fewest_tokens"], tuple(entry["lines"]))
-    return Facts(**facts)
+    num_cut: int
+    num_cut_trained_tokens: int
+    histogram: tuple[int, ...]
 
 
 def write_rows(
-    folder: Path, examples: Iterable[Example], renderer: Renderer, seq_len: int, say: Callable[[str], None]
-) -> Facts:
-    """Render and pack the examples into new files in `folder`, synced. `say` gets progress once a second.
-
-    Raises:
-        BadData: an example cannot be rendered.
-    """
-    rows = _Rows(folder, seq_len, renderer.pad_token_id)
-    drops = _Drops(folder / _DROPPED)
-    num_read = 0
-    said_at_s = clock.monotonic_s()
-    for batch in _batches(examples):
-        for example, rendered in zip(batch, renderer.render(batch), strict=True):
-            if not rendered.is_trainable:
-                drops.add("no_answer", example, rendered)
-            elif len(rendered.tokens_L) > seq_len:
-                drops.add("too_long", example, rendered)
-            else:
-                rows.add(rendered)
-        drops.write()
-        num_read += len(batch)
-        if clock.monotonic_s() - said_at_s >= _PROGRESS_EVERY_S:
-            said_at_s = clock.monotonic_s()
-            say(f"Packed {num_read:,} examples so far.")
-    rows.close()
-    drops.close()
-    return Facts(
-        seq_len=seq_len,
-        num_rows=rows.num_rows,
-        num_read=num_read,
-        num_examples=rows.num_examples,
-        num_tokens=rows.num_tokens,
-        num_trained_tokens=rows.num_trained_tokens,
-        longest_tokens=rows.longest_tokens,
-        largest_token_id=rows.largest_token_id,
-        too_long=drops.of("too_long"),
-        no_answer=drops.of("no_answer"),
-    )
+    folder: Path, pieces: Iterable[Rendered], seq_len: int, pad_token_id: int, method: str = PackingConfig().method
+) -> RowFacts:
+    """Pack the pieces into new files in `folder`, synced. One that is longer than a row is cut to it."""
+    rows = _Rows(folder, seq_len, pad_token_id, method)
+    for piece in pieces:
+        rows.add(piece)
+    return rows.close()
 
 
-def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    """Enough examples to keep the tokenizer's threads busy, and no more characters than memory is meant to hold."""
-    batch: list[Example] = []
-    num_characters = 0
-    for example in examples:
-        batch.append(example)
-        num_characters += sum(len(message.content) for message in example.messages)
-        if len(batch) == _BATCH_EXAMPLES or num_characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
+def histogram_edges(seq_len: int) -> list[int]:
+    """The longest piece, in tokens, that each bin of the histogram counts."""
+    return [-(-seq_len * (number + 1) // _HISTOGRAM_BINS) for number in range(_HISTOGRAM_BINS)]
 
 
 class _Rows:
     """A block of rows in memory that is filled, appended to the files and cleared."""
 
-    def __init__(self, folder: Path, seq_len: int, pad_token_id: int) -> None:
+    def __init__(self, folder: Path, seq_len: int, pad_token_id: int, method: str) -> None:
         self._folder = folder
         self._seq_len = seq_len
         self._pad_token_id = pad_token_id
+        self._method = method
         num_block_rows = max(1, _BLOCK_TOKENS // seq_len)
         self._tokens_BT = np.empty((num_block_rows, seq_len), dtype=DTYPES[TOKENS])
         self._segments_BT = np.empty((num_block_rows, seq_len), dtype=DTYPES[SEGMENTS])
         self._is_trained_BT = np.empty((num_block_rows, seq_len), dtype=DTYPES[IS_TRAINED])
-        self.num_rows = self.num_examples = self.num_tokens = self.num_trained_tokens = 0
-        self.longest_tokens = self.largest_token_id = 0
+        self._counts: Counter[str] = Counter()
+        self._longest_tokens = self._largest_token_id = 0
+        self._edges = histogram_edges(seq_len)
+        self._histogram = [0] * len(self._edges)
         for name in DTYPES:
-            _create(folder / name)
+            with storage_errors(folder / name):
+                durable.disk.create(folder / name, b"")
         self._clear()
 
-    def add(self, rendered: Rendered) -> None:
-        length = len(rendered.tokens_L)
-        assert 0 < length <= self._seq_len, length
-        if self._used + length > self._seq_len or self._segment == _MOST_SEGMENTS:
-            self._next_row()
-        here = (self._row, slice(self._used, self._used + length))
-        self._segment += 1
-        self._tokens_BT[here] = rendered.tokens_L
-        self._segments_BT[here] = self._segment
-        self._is_trained_BT[here] = rendered.is_trained_L
-        self._used += length
-        self.num_examples += 1
-        self.num_tokens += length
-        self.longest_tokens = max(self.longest_tokens, length)
+    def add(self, piece: Rendered) -> None:
+        length = len(piece.tokens_L)
+        assert length > 0
+        if length > self._seq_len:
+            self._counts["cut"] += 1
+            self._counts["cut_trained"] += int(np.count_nonzero(piece.is_trained_L[self._seq_len :]))
+            length = self._seq_len
+        row = self._row_for(length)
+        here = (row, slice(self._used[row], self._used[row] + length))
+        self._segments[row] += 1
+        self._tokens_BT[here] = piece.tokens_L[:length]
+        self._segments_BT[here] = self._segments[row]
+        self._is_trained_BT[here] = piece.is_trained_L[:length]
+        self._used[row] += length
+        self._counts["examples"] += 1
+        self._counts["tokens"] += length
+        self._longest_tokens = max(self._longest_tokens, length)
+        self._histogram[bisect.bisect_left(self._edges, length)] += 1
+        self._leave_open(row)
 
-    def close(self) -> None:
+    def close(self) -> RowFacts:
         """Write what is left, the last row however empty it is, and sync."""
-        if self._used:
-            self._next_row()
         self._write()
         for name in DTYPES:
             durable.sync_file(self._folder / name)
+        return RowFacts(
+            num_rows=self._counts["rows"],
+            num_examples=self._counts["examples"],
+            num_tokens=self._counts["tokens"],
+            num_trained_tokens=self._counts["trained"],
+            longest_tokens=self._longest_tokens,
+            largest_token_id=self._largest_token_id,
+            num_cut=self._counts["cut"],
+            num_cut_trained_tokens=self._counts["cut_trained"],
+            histogram=tuple(self._histogram),
+        )
 
-    def _next_row(self) -> None:
-        self._row += 1
-        self._used = self._segment = 0
-        if self._row == len(self._tokens_BT):
+    def _row_for(self, length: int) -> int:
+        """An open row with room, taken out of the open ones, or a new one."""
+        at = bisect.bisect_left(self._open, (length, -1))
+        if at < len(self._open):
+            return self._open.pop(at)[1]
+        if self._method == "next-fit":
+            self._open.clear()
+        if len(self._used) == len(self._tokens_BT):
             self._write()
+        self._used.append(0)
+        self._segments.append(0)
+        return len(self._used) - 1
+
+    def _leave_open(self, row: int) -> None:
+        room = self._seq_len - self._used[row]
+        if self._method != "none" and room and self._segments[row] < _MOST_SEGMENTS:
+            bisect.insort(self._open, (room, row))
 
     def _write(self) -> None:
-        num_trained_B = self._is_trained_BT[: self._row].sum(axis=1, dtype=DTYPES[NUM_TRAINED])
+        num_B = len(self._used)
+        num_trained_B = self._is_trained_BT[:num_B].sum(axis=1, dtype=DTYPES[NUM_TRAINED])
         blocks = {
-            TOKENS: self._tokens_BT[: self._row],
-            SEGMENTS: self._segments_BT[: self._row],
-            IS_TRAINED: self._is_trained_BT[: self._row],
+            TOKENS: self._tokens_BT[:num_B],
+            SEGMENTS: self._segments_BT[:num_B],
+            IS_TRAINED: self._is_trained_BT[:num_B],
             NUM_TRAINED: num_trained_B,
         }
         for name, block in blocks.items():
-            _append(self._folder / name, block.tobytes())
-        self.num_rows += self._row
-        self.num_trained_tokens += int(num_trained_B.sum())
-        self.largest_token_id = max(self.largest_token_id, int(self._tokens_BT[: self._row].max(initial=0)))
+            with storage_errors(self._folder / name):
+                durable.disk.append(self._folder / name, block.tobytes())
+        self._counts["rows"] += num_B
+        self._counts["trained"] += int(num_trained_B.sum())
+        self._largest_token_id = max(self._largest_token_id, int(self._tokens_BT[:num_B].max(initial=0)))
         self._clear()
 
     def _clear(self) -> None:
         self._tokens_BT.fill(self._pad_token_id)
         self._segments_BT.fill(0)
         self._is_trained_BT.fill(False)
-        self._row = self._used = self._segment = 0
-
-
-class _Drops:
-    """Counts what is dropped, keeps a few line numbers in memory and writes all of them."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._dropped: dict[str, Dropped] = {}
-        self._unwritten: list[str] = []
-        _create(path)
-
-    def add(self, reason: str, example: Example, rendered: Rendered) -> None:
-        num_tokens = len(rendered.tokens_L)
-        before = self.of(reason)
-        self._dropped[reason] = Dropped(
-            before.count + 1,
-            min(before.fewest_tokens or num_tokens, num_tokens),
-            (*before.lines, example.line)[:_LISTED_LINES],
-        )
-        row = {"line": example.line, "reason": reason, "tokens": num_tokens}
-        self._unwritten.append(durable.canonical_json(row) + "\n")
-
-    def of(self, reason: str) -> Dropped:
-        return self._dropped.get(reason, Dropped(0, 0, ()))
-
-    def write(self) -> None:
-        if self._unwritten:
-            _append(self._path, "".join(self._unwritten).encode())
-            self._unwritten.clear()
-
-    def close(self) -> None:
-        self.write()
-        durable.sync_file(self._path)
-
-
-def _create(path: Path) -> None:
-    with storage_errors(path):
-        durable.disk.create(path, b"")
-
-
-def _append(path: Path, data: bytes) -> None:
-    with storage_errors(path):
-        durable.disk.append(path, data)
+        self._used: list[int] = []
+        self._segments: list[int] = []
+        self._open: list[tuple[int, int]] = []

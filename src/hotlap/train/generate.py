@@ -31,6 +31,7 @@ class Order:
     adapter: Path | None
     prompts: list[str]
     max_new_tokens: int
+    chat_template: Path | None = None
 
 
 def main() -> None:
@@ -39,7 +40,8 @@ def main() -> None:
     die_with_parent()
     fields: dict[str, Any] = json.loads(sys.argv[1])
     adapter = fields["adapter"] and Path(fields["adapter"])
-    order = Order(Path(fields["model_folder"]), adapter, fields["prompts"], fields["max_new_tokens"])
+    template = fields.get("chat_template") and Path(fields["chat_template"])
+    order = Order(Path(fields["model_folder"]), adapter, fields["prompts"], fields["max_new_tokens"], template)
     try:
         for answer in answers(order):
             emit({"event": "answer", **answer})
@@ -58,7 +60,7 @@ def answers(order: Order) -> Iterator[dict[str, Any]]:
         BadData: a prompt cannot be rendered, or leaves no room for an answer.
         AuditFailed: the adapter does not fit the model.
     """
-    renderer = Renderer(order.model_folder)
+    renderer = Renderer(order.model_folder, chat_template=order.chat_template)
     prompts = [renderer.encode_prompt([Message("user", prompt)]) for prompt in order.prompts]
     model = _load(order)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -29,6 +29,7 @@ from hotlap.train.stop import GivenUp
 
 _ZERO_LOSSES_TO_TELL = 3
 _POLL_S = 0.05
+_MOST_OF_CAP_FOR_SAVING = 0.2
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Loop:
 
     def _resume(self) -> Progress:
         context = self._context
+        self._lock.require()
         self._store.clean()
         checkpoint = self._store.newest(context.say)
         progress = Progress() if checkpoint is None else self._restore(checkpoint)
@@ -112,7 +114,9 @@ class Loop:
             if then != now:
                 self._context.say(f"{what}: {then} before, {now} now. Training goes on, not promised bit for bit.")
         progress = Progress(**facts["progress"])
-        self._publisher.take_up(progress.key, facts["publish_s"])
+        # One slow save must not be believed so far that no later slice has time for a step.
+        longest_s = self._config.slice.cap_s * _MOST_OF_CAP_FOR_SAVING
+        self._publisher.take_up(progress.key, min(facts["publish_s"] or longest_s, longest_s))
         if progress.best is not None:
             try:
                 read(self._run.checkpoints / progress.best["checkpoint"])
@@ -331,9 +335,20 @@ class Loop:
         final = run.checkpoints / self._final_checkpoint()
         facts = {"step": self.progress.step, "seed": self._identity.seed, "run": run.name}
         if best is not None:
-            _publish_adapter(run.checkpoints / best["checkpoint"], run.best, {**facts, **best})
-        _publish_adapter(final, run.adapter, facts)
+            self._publish_adapter(run.checkpoints / best["checkpoint"], run.best, {**facts, **best})
+        self._publish_adapter(final, run.adapter, facts)
         return "done"
+
+    def _publish_adapter(self, source: Path, target: Path, facts: dict[str, Any]) -> None:
+        self._lock.require()
+        staged = target.with_name(f".staging-{target.name}")
+        for leftover in (staged, target):
+            if leftover.exists():
+                durable.remove_tree(leftover)
+        durable.make_dirs(staged)
+        for name in (model.ADAPTER_CONFIG_FILE, model.ADAPTER_FILE):
+            durable.write_synced(staged / name, (source / name).read_bytes())
+        durable.publish(staged, target, facts, self._lock.require)
 
     def _final_checkpoint(self) -> str:
         checkpoint = self._store.newest(self._context.say)
@@ -346,17 +361,6 @@ def _use_threads(num_threads: int) -> int:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return num_threads
-
-
-def _publish_adapter(source: Path, target: Path, facts: dict[str, Any]) -> None:
-    staged = target.with_name(f".staging-{target.name}")
-    for leftover in (staged, target):
-        if leftover.exists():
-            durable.remove_tree(leftover)
-    durable.make_dirs(staged)
-    for name in (model.ADAPTER_CONFIG_FILE, model.ADAPTER_FILE):
-        durable.write_synced(staged / name, (source / name).read_bytes())
-    durable.publish(staged, target, facts)
 
 
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

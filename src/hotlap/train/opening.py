@@ -8,14 +8,17 @@ from typing import Any
 
 from hotlap import artifacts, clock, runs
 from hotlap.config import RunConfig
-from hotlap.data import packed
+from hotlap.data import packed, prepare
 from hotlap.errors import HotlapError, RunChanged
 from hotlap.train.context import Context
 
 Say = Callable[[str], None]
 
 # Where base model and data lie may differ from slice to slice; what they are is compared by their pins.
-_PLACES = ("base_model", "dataset", "data.eval_dataset", "seed")
+_PLACES = ("base_model", "dataset", "data.eval_dataset", "data.chat_template", "seed")
+
+# What is kept of the slice for leaving when the data is not ready in it.
+_KEPT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class OpenedRun:
     order: packed.Order
 
 
-def open_run(run: runs.RunFolder, context: Context) -> OpenedRun:
+def open_run(run: runs.RunFolder, context: Context, require_lock: Callable[[], None]) -> OpenedRun:
     """The run's identity, base model and packed data.
 
     Raises:
@@ -35,34 +38,38 @@ def open_run(run: runs.RunFolder, context: Context) -> OpenedRun:
     """
     config = context.config
     model_folder = artifacts.locate_model(config.base_model)
-    sources = {"dataset": artifacts.locate_dataset(config.dataset)}
-    if config.data.eval_dataset:
-        sources["eval_dataset"] = artifacts.locate_dataset(config.data.eval_dataset)
+    places = prepare.locate(config)
     identity = runs.read_identity(run)
     if identity is None:
-        return _begin(run, context, model_folder, sources)
-    _require_unchanged(run, identity, config, model_folder, sources, context.say)
-    packing = _packing(identity, config, model_folder, sources, context.say)
+        return _begin(run, context, model_folder, places, require_lock)
+    _require_unchanged(run, identity, context, model_folder, places)
+    packing = _packing(identity, context, model_folder, places)
     return OpenedRun(identity, model_folder, packing, _order(identity, config))
 
 
-def _begin(run: runs.RunFolder, context: Context, model_folder: Path, sources: dict[str, Path]) -> OpenedRun:
+def _begin(
+    run: runs.RunFolder,
+    context: Context,
+    model_folder: Path,
+    places: prepare.Places,
+    require_lock: Callable[[], None],
+) -> OpenedRun:
     config = context.config
     seed = config.seed if config.seed is not None else context.draw_seed()
-    held_out = sources.get("eval_dataset")
-    packing = packed.prepare(config, seed, sources["dataset"], held_out, model_folder, context.say)
+    packing = _prepared(context, seed, model_folder, places)
     order = packed.plan_order(config, seed, packing.train.num_rows)
     identity = runs.Identity(
         trajectory=config.trajectory,
         seed=seed,
         base_pins=artifacts.pins_to_json(artifacts.pin(model_folder)),
-        data_pins={name: artifacts.pins_to_json(artifacts.pin(path)) for name, path in sources.items()},
+        data_pins={name: artifacts.pins_to_json(artifacts.pin(path)) for name, path in places.named.items()},
         packed=_fingerprints(packing),
         num_rows=packing.train.num_rows,
         num_steps=order.num_steps,
         num_threads=config.slice.num_threads or _num_cores(),
         created_at=clock.utc_text(clock.wall_s()),
     )
+    require_lock()
     identity.write(run)
     return OpenedRun(identity, model_folder, packing, order)
 
@@ -81,16 +88,19 @@ def _order(identity: runs.Identity, config: RunConfig) -> packed.Order:
     return packed.plan_order(config, identity.seed, identity.num_rows)
 
 
-def _packing(
-    identity: runs.Identity, config: RunConfig, model_folder: Path, sources: dict[str, Path], say: Say
-) -> packed.Packing:
+def _prepared(context: Context, seed: int, model_folder: Path, places: prepare.Places) -> packed.Packing:
+    deadline = context.deadline.keeping(_KEPT_S)
+    return prepare.prepare(context.config, seed, places, model_folder, context.say, deadline)
+
+
+def _packing(identity: runs.Identity, context: Context, model_folder: Path, places: prepare.Places) -> packed.Packing:
     """By the stored fingerprints, which reads no source; rebuilt where the cache does not have them."""
     opened = {name: packed.open_packed(fingerprint) for name, fingerprint in identity.packed.items()}
     if all(dataset is not None for dataset in opened.values()):
         train = opened["train"]
         assert train is not None
         return packed.Packing(train, opened.get("held_out"))
-    packing = packed.prepare(config, identity.seed, sources["dataset"], sources.get("eval_dataset"), model_folder, say)
+    packing = _prepared(context, identity.seed, model_folder, places)
     if _fingerprints(packing) != identity.packed:
         raise RunChanged(
             f"The data packs to {_fingerprints(packing)}, and this run began with {identity.packed}: this version of "
@@ -100,23 +110,18 @@ def _packing(
 
 
 def _require_unchanged(
-    run: runs.RunFolder,
-    identity: runs.Identity,
-    config: RunConfig,
-    model_folder: Path,
-    sources: dict[str, Path],
-    say: Say,
+    run: runs.RunFolder, identity: runs.Identity, context: Context, model_folder: Path, places: prepare.Places
 ) -> None:
-    differences = list(_changed_settings(identity, config))
+    differences = list(_changed_settings(identity, context.config))
     for what, path, pins in [
         ("base model", model_folder, identity.base_pins),
-        *((name, path, identity.data_pins.get(name, {})) for name, path in sources.items()),
+        *((name, path, identity.data_pins.get(name, {})) for name, path in places.named.items()),
     ]:
         differences += [f"{what}: {text}" for text in artifacts.changed(path, artifacts.pins_from_json(pins))]
-    if missing := sorted(set(identity.data_pins) - set(sources)):
+    if missing := sorted(set(identity.data_pins) - set(places.named)):
         differences.append(f"{missing[0]}: part of the run, but not given now")
     if differences:
-        num_steps = _horizon_now(identity, config, model_folder, sources, say)
+        num_steps = _horizon_now(identity, context, model_folder, places)
         if num_steps not in (None, identity.num_steps):
             differences.append(f"the run's horizon is {identity.num_steps} steps and would be {num_steps}")
         raise RunChanged(
@@ -128,24 +133,29 @@ def _require_unchanged(
 def _changed_settings(identity: runs.Identity, config: RunConfig) -> Iterator[str]:
     then, now = _flat(identity.trajectory), _flat(config.trajectory)
     for key in sorted(set(then) | set(now)):
-        if key not in _PLACES and then.get(key) != now.get(key):
+        if key not in _PLACES and _placeless(then.get(key)) != _placeless(now.get(key)):
             yield f"{key} is {then.get(key)} in the run and {now.get(key)} now"
     if config.seed is not None and config.seed != identity.seed:
         yield f"seed is {identity.seed} in the run and {config.seed} now"
 
 
-def _horizon_now(
-    identity: runs.Identity, config: RunConfig, model_folder: Path, sources: dict[str, Path], say: Say
-) -> int | None:
+def _horizon_now(identity: runs.Identity, context: Context, model_folder: Path, places: prepare.Places) -> int | None:
     """The steps of a run of what is given now; None if that is no run."""
+    config = context.config
     if config.train.max_steps is not None:
         return config.train.max_steps
-    held_out = sources.get("eval_dataset")
     try:
-        packing = packed.prepare(config, identity.seed, sources["dataset"], held_out, model_folder, say)
-    except HotlapError:
+        packing = _prepared(context, identity.seed, model_folder, places)
+    except (HotlapError, clock.OutOfTime):
         return None
     return packed.plan_order(config, identity.seed, packing.train.num_rows).num_steps
+
+
+def _placeless(value: Any) -> Any:
+    """The value without where mixed data sets lie."""
+    if not isinstance(value, list):
+        return value
+    return [{k: v for k, v in item.items() if k != "dataset"} if isinstance(item, dict) else item for item in value]
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

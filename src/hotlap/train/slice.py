@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from hotlap import clock, runs
+from hotlap import clock, guard, runs
 from hotlap.config import load_run_json
 from hotlap.errors import DONE, SLICE_OVER, HotlapError, RunLocked, StorageFailed
 from hotlap.train.channel import die_with_parent, events, say
@@ -55,12 +55,16 @@ def run_slice(context: Context) -> dict[str, Any]:
             facts["step"] = _require_same_run(run, context)
             ending = "done"
         else:
+            guard.require_not_serving()
             lock = runs.acquire(run, context.deadline.remaining_s() + _LOCK_GRACE_S, context.say)
             facts["slice_number"] = lock.number
             ending = _train(run, lock, context, facts)
         code, message = (DONE, "the run is done") if ending == "done" else (SLICE_OVER, "call again to go on")
     except GivenUp:
         code, ending, message = SLICE_OVER, "stopped", "stopped before the first step"
+    except clock.OutOfTime as error:
+        way_out = "call again to go on, or let hotlap preview prepare the data without a cap"
+        code, ending, message = SLICE_OVER, "slice_over", f"the data is not ready: {error}; {way_out}"
     except HotlapError as error:
         code, ending, message = error.exit_code, error.reason, str(error)
     result = {
@@ -70,6 +74,7 @@ def run_slice(context: Context) -> dict[str, Any]:
         "reason": ending,
         "message": message,
         **facts,
+        "ended_at_s": clock.wall_s(),
         "timeline": context.timeline.as_json(),
     }
     if lock is not None and ending != RunLocked.reason:
@@ -89,7 +94,7 @@ def _require_same_run(run: runs.RunFolder, context: Context) -> int:
     """A finished run is not trained again, but other settings are refused as at any time. Returns its last step."""
     from hotlap.train.opening import open_run
 
-    return open_run(run, context).identity.num_steps
+    return open_run(run, context, lambda: None).identity.num_steps
 
 
 def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dict[str, Any]) -> str:
@@ -98,7 +103,7 @@ def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dic
         with context.timeline.phase("data"):
             from hotlap.train.opening import open_run
 
-            opened = open_run(run, context)
+            opened = open_run(run, context, lock.require)
         with context.timeline.phase("imports"):
             from hotlap.train.loop import Loop
     loop = Loop(run, lock, opened, context)

@@ -55,10 +55,11 @@ def read_batch(dataset: PackedDataset, rows: np.ndarray) -> Batch:
     )
 
 
-def batch_loss(model: AdaptedModel, batch: Batch) -> torch.Tensor:
-    """Nats summed over the batch's targets."""
+def batch_loss(model: AdaptedModel, batch: Batch, is_open: bool = False) -> torch.Tensor:
+    """Nats summed over the batch's targets. `is_open`: a row is attended to as if it were one example."""
     predicts_BT, next_BT = loss.targets_of(batch.tokens_BT, batch.segments_BT, batch.is_trained_BT)
-    hidden_BTD = model.hidden(batch.tokens_BT, batch.segments_BT)
+    attended_BT = (batch.segments_BT > 0).to(batch.segments_BT.dtype) if is_open else batch.segments_BT
+    hidden_BTD = model.hidden(batch.tokens_BT, attended_BT)
     return loss.summed_loss(model.lm_head, hidden_BTD, predicts_BT, next_BT)
 
 
@@ -116,7 +117,7 @@ class Stepper:
             return StepLoss(None, 0, num_tokens)
         total_nats = 0.0
         for batch in batches:
-            nats = batch_loss(self._model, batch)
+            nats = batch_loss(self._model, batch, is_open=self._config.packing.attention == "open")
             total_nats += float(nats.detach())
             require_sane(total_nats / total_targets, step)
             (nats / total_targets).backward()

@@ -1,0 +1,114 @@
+"""What `hotlap doctor` tells of money: which guards are active, and what it costs if a launcher dies this second."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from hotlap import clock, errors
+
+_MISSED_PERIODS = 3
+
+
+def examine(problems: list[str]) -> dict[str, Any] | None:
+    """The guards, as JSON values; None where the limits cannot be read, which is a problem told elsewhere."""
+    from hotlap.config import load_cloud
+
+    try:
+        settings = load_cloud()
+    except errors.HotlapError:
+        return None
+    has_key, reaper = bool(os.environ.get("RUNPOD_API_KEY")), _reaper(settings)
+    found: dict[str, Any] = {
+        "ledger": _ledger(settings, problems),
+        "reaper": reaper,
+        "key": "RUNPOD_API_KEY is set; whether it can do more than read and write pods is not known here"
+        if has_key
+        else "no key, so nothing but this machine can be rented",
+        "serving_guard": _serving_guard(settings),
+        "worst_loss": _worst_loss(settings),
+    }
+    if has_key and not reaper["is_active"]:
+        problems.append(
+            "There is a key to rent with, and no reaper was seen lately, so nobody ends a machine whose launcher died. "
+            "Run: hotlap reap --install-cron"
+        )
+    return found
+
+
+def _ledger(settings: Any, problems: list[str]) -> dict[str, Any]:
+    from hotlap.cloud.ledger import Ledger
+
+    try:
+        ledger = Ledger(settings)
+        return {"is_reachable": True, "place": ledger.place, **ledger.state_of(clock.wall_s())}
+    except errors.HotlapError as error:
+        problems.append(str(error))
+        return {"is_reachable": False}
+
+
+def _reaper(settings: Any) -> dict[str, Any]:
+    from hotlap.cloud.reaper import last_sign
+
+    sign = last_sign()
+    age_s = None if sign is None else max(0.0, clock.wall_s() - sign["at_s"])
+    is_active = age_s is not None and age_s <= _MISSED_PERIODS * settings.reaper.period_minutes * 60.0
+    return {"age_s": age_s, "is_active": is_active, "was_clean": sign["is_clean"] if sign else None}
+
+
+def _serving_guard(settings: Any) -> str:
+    from hotlap import guard
+
+    if settings.guard.train_beside_serving:
+        return "off: guard.train_beside_serving is true in cloud.toml"
+    try:
+        guard.require_not_serving(settings)
+    except errors.GuardRefused as error:
+        return f"on, and refuses: {error}"
+    return "on; nothing serves here"
+
+
+def _worst_loss(settings: Any) -> list[dict[str, Any]]:
+    """For one slice of the longest kind, per provider: the longest unwatched life, and its cost per dollar an hour."""
+    from hotlap.cloud.launcher import JOB_MARGIN_S
+    from hotlap.cloud.money import loss_bound_s, ttl_s
+    from hotlap.cloud.rental import all_traits
+
+    cap_s, period_s = settings.limits.max_slice_minutes * 60.0, settings.reaper.period_minutes * 60.0
+    rows: list[dict[str, Any]] = []
+    for traits in all_traits():
+        ttl = ttl_s(cap_s + JOB_MARGIN_S, traits)
+        bound_s = loss_bound_s(ttl, period_s, traits)
+        rows.append(
+            {
+                "provider": traits.name,
+                "ttl_s": ttl,
+                "reaper_period_s": 0.0 if traits.has_hard_ttl else period_s,
+                "proof_s": traits.proof_s,
+                "seconds": bound_s,
+                "usd_at_3_usd_per_hour": round(bound_s * 3.0 / 3600.0, 4),
+            }
+        )
+    return rows
+
+
+def rows(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if found is None:
+        return
+    ledger = found["ledger"]
+    if ledger["is_reachable"]:
+        yield "budget", f"{ledger['left_text']} left today of {ledger['limit_text']}, as {ledger['place']} says"
+    reaper = found["reaper"]
+    if reaper["age_s"] is None:
+        yield "reaper", "never seen here; to have it run: hotlap reap --install-cron"
+    else:
+        state = "active" if reaper["is_active"] else "NOT active"
+        yield "reaper", f"{state}, seen {reaper['age_s'] / 60:.0f} minutes ago"
+    yield "key", found["key"]
+    yield "guard", found["serving_guard"]
+    for row in found["worst_loss"]:
+        yield (
+            "worst loss",
+            f"on {row['provider']}, if a launcher died this second: {row['ttl_s']:.0f} s TTL + "
+            f"{row['reaper_period_s']:.0f} s reaper + {row['proof_s']:.0f} s proof = {row['seconds']:.0f} s, which at "
+            f"$3 an hour is ${row['usd_at_3_usd_per_hour']:.2f}",
+        )

@@ -1,0 +1,238 @@
+"""`hotlap launch`: rent a machine a slice, run, give back, until the run is done."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hotlap import clock, durable
+
+if TYPE_CHECKING:
+    from hotlap.cli.progress import SliceProgress
+    from hotlap.cloud.launcher import LeaseEnd, Stops
+    from hotlap.cloud.rental import WorstCase
+    from hotlap.config import RunConfig
+
+_START_PATIENCE_S = 30.0
+
+
+@click.command(
+    epilog="""\b
+Example:
+  hotlap launch --on local --base-model smollm2-135m --dataset data/train.jsonl --slices 3
+"""
+)
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option("--on", "provider", default="runpod", show_default=True, help="local or runpod.")
+@click.option("--job", type=click.Choice(["qlora"]), default="qlora", show_default=True, help="What to run.")
+@click.option("--slices", "num_slices", default=1, show_default=True, help="At most so many, each on its own machine.")
+@click.option("--gpu", "gpus", multiple=True, help="Kind of GPU; several are tried in this order.  [default: cheapest]")
+@click.option("--volume-id", help="Network volume on which run and data lie.")
+@click.option("--image", help="Container image with hotlap in it.")
+@click.option("--base-model", help="As the machine finds it: a folder, a hub id, a package, or a short name.")
+@click.option("--dataset", help="A JSONL file, as the machine finds it.")
+@click.option("--output-dir", help="Folder in which runs have theirs.  [default: runs]")
+@click.option("--run", "run_name", help="Name of the run; the same name resumes.  [default: from the settings]")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting, as in lora.rank=32.")
+@click.option("--detach", is_flag=True, help="Leave a process behind that sees to it, and return.")
+@click.option("--dry-run", is_flag=True, help="Print the worst case and rent nothing.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def launch(
+    config: Path | None,
+    provider: str,
+    job: str,
+    num_slices: int,
+    gpus: tuple[str, ...],
+    volume_id: str | None,
+    image: str | None,
+    base_model: str | None,
+    dataset: str | None,
+    output_dir: str | None,
+    run_name: str | None,
+    overrides: tuple[str, ...],
+    detach: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Rent machines and run slices on them, within the budget of cloud.toml.
+
+    Each slice has a machine of its own: its worst case is held before the machine is made, the machine is ended and
+    proven dead, and what it cost is booked. Exits as the last slice did. CONFIG is a TOML file.
+    """
+    del job  # the one kind there is
+    from hotlap.cloud import launches, rental
+    from hotlap.cloud.ledger import Ledger
+    from hotlap.config import load_cloud, load_run
+
+    flags = {"base_model": base_model, "dataset": dataset, "output_dir": output_dir, "run": run_name}
+    settings, cloud = load_run(config, overrides, **flags), load_cloud()
+    rental.require_slices(num_slices)
+    rented_from = rental.open_provider(provider, cloud)
+    ledger = Ledger(cloud)
+    run = settings.run_name
+    if rental.is_done(settings, rented_from, launches.last_outcome(run, ledger)):
+        return _tell(as_json, run, 0, "done", "the run is done; nothing is rented", [])
+    if provider == "local":
+        from hotlap import guard
+
+        guard.require_not_serving(cloud)
+    plan = rental.job_of(settings, rented_from, volume_id, image)
+    offers = rental.offers_for(rented_from, gpus, volume_id)
+    worst = rental.worst_case(offers, plan, rented_from, num_slices, cloud)
+    if dry_run:
+        return _tell_worst(worst, run, as_json)
+    click.echo(_in_words(worst, provider, num_slices), err=True)
+    launches.require_no_other(run)
+    if detach:
+        return _leave_behind(run, as_json)
+    launches.record(run)
+    with _stops() as stops, _Display(settings) as display:
+        launcher = rental.launcher_of(rented_from, ledger, cloud, stops, display.on_event, display.say)
+        end = rental.chain(launcher, plan, offers, num_slices, display.on_lease_end)
+    return _tell(as_json, run, rental.leave_code(stops.is_pressed(), end), end.reason, end.message, list(end.leases))
+
+
+class _Display:
+    """Progress of slice after slice on standard error, and a line about each machine's end."""
+
+    def __init__(self, settings: "RunConfig") -> None:
+        self._settings = settings
+        self._progress: SliceProgress | None = None
+
+    def __enter__(self) -> "_Display":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._close()
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        from hotlap.cli.progress import SliceProgress
+
+        if event["event"] == "start":
+            self._close()
+            self._progress = SliceProgress(self._settings).__enter__()
+            # The machine's monotonic clock is not this one's.
+            event = {**event, "deadline_at_s": clock.monotonic_s() + self._settings.slice.cap_s}
+        if self._progress is not None:
+            self._progress.on_event(event)
+
+    def say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.on_talk(text)
+        else:
+            click.echo(text, err=True)
+
+    def on_lease_end(self, lease_end: "LeaseEnd") -> None:
+        from hotlap.cloud.receipts import receipt_path
+
+        self._close()
+        lease = lease_end.lease
+        click.echo(
+            f"machine {lease.machine_id} is proven dead; it cost {lease.amount.text()}. "
+            f"Receipt: {receipt_path(lease.lease_id)}",
+            err=True,
+        )
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.__exit__(None, None, None)
+            self._progress = None
+
+
+@contextmanager
+def _stops() -> Generator["Stops"]:
+    """Signals as questions that the launcher asks, so that none interrupts a termination."""
+    from hotlap.cloud.launcher import Stops
+
+    stops = Stops()
+
+    def ask(number: int, _frame: object) -> None:
+        if number == signal.SIGINT or not stops.is_asked():
+            stops.num_asked += 1
+        click.echo("Giving the machine back. A second Ctrl-C leaves without the proof.", err=True)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, ask) for number in numbers}
+    try:
+        yield stops
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _leave_behind(run: str, as_json: bool) -> int:
+    """Start the same command without --detach, apart from this terminal."""
+    from hotlap.cloud import launches
+    from hotlap.errors import HotlapError
+
+    log = launches.launch_log(run)
+    durable.make_dirs(log.parent)
+    durable.replace(log, b"")
+    args = [arg for arg in sys.argv[1:] if arg != "--detach"]
+    out = os.open(log, os.O_WRONLY)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hotlap", *args],
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=out,
+        start_new_session=True,
+    )
+    os.close(out)
+    patience = clock.Deadline(clock.monotonic_s() + _START_PATIENCE_S)
+    while launches.supervisor(run) != process.pid and process.poll() is None and not patience.is_over():
+        clock.sleep_s(0.05)
+    if process.poll() not in (None, 0):
+        last_line = (log.read_text().splitlines() or ["it said nothing"])[-1]
+        raise HotlapError(f"The process that was to see to {run} ended at once: {last_line}")
+    answer = {"run": run, "pid": process.pid, "log": str(log), "exit_code": 0, "reason": "done"}
+    click.echo(json.dumps(answer) if as_json else f"process {process.pid} sees to {run}; to end it: hotlap stop {run}")
+    if not as_json:
+        click.echo(f"it talks in {log}", err=True)
+    process.returncode = 0  # left behind on purpose
+    return 0
+
+
+def _tell_worst(worst: "WorstCase", run: str, as_json: bool) -> int:
+    facts = {
+        "run": run,
+        "num_machines": worst.num_machines,
+        "ttl_s": worst.ttl_s,
+        "gpu_s": worst.total.gpu_s,
+        "usd_micros": worst.total.usd_micros,
+        "loss_if_the_launcher_dies_usd_micros": worst.loss.usd_micros,
+        "is_dry_run": True,
+    }
+    click.echo(json.dumps(facts) if as_json else _in_words(worst, "dry run", worst.num_machines))
+    return 0
+
+
+def _in_words(worst: "WorstCase", where: str, num_slices: int) -> str:
+    return (
+        f"worst case ({where}): {num_slices} machine{'s' if num_slices > 1 else ''} of at most {worst.ttl_s:.0f} s, "
+        f"one after another, {worst.total.text()} in all; if this process died now, {worst.loss.text()} at most"
+    )
+
+
+def _tell(as_json: bool, run: str, code: int, reason: str, message: str, ends: list["LeaseEnd"]) -> int:
+    if as_json:
+        leases = [
+            {
+                "lease_id": end.lease.lease_id,
+                "machine_id": end.lease.machine_id,
+                "state": end.lease.state,
+                "gpu_s": end.lease.gpu_s,
+                "usd_micros": end.lease.usd_micros,
+            }
+            for end in ends
+        ]
+        click.echo(json.dumps({"run": run, "exit_code": code, "reason": reason, "message": message, "leases": leases}))
+    last_words = " ".join(message.split())  # the last line on standard error is one
+    click.echo(f"hotlap: exit {code} {reason}: {last_words}", err=True)
+    return code

@@ -1,0 +1,1 @@
+"""Rented machines that cannot outlive their money."""

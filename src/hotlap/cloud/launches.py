@@ -1,0 +1,106 @@
+"""Runs that are being launched: which process sees to one, and ending it with proof when that process is gone."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hotlap import clock, durable
+from hotlap.cloud import receipts
+from hotlap.cloud.launcher import CLOCK_STEP_S
+from hotlap.cloud.lease import Lease
+from hotlap.cloud.ledger import Ledger
+from hotlap.cloud.proof import Patience, end_all
+from hotlap.cloud.provider import NAME_PREFIX, Provider
+from hotlap.config import hotlap_home
+from hotlap.errors import Survivors, UsageError
+
+_POLL_S = 0.1
+
+
+def launch_file(run: str) -> Path:
+    return hotlap_home() / "launches" / f"{run}.json"
+
+
+def launch_log(run: str) -> Path:
+    return launch_file(run).with_suffix(".log")
+
+
+def record(run: str) -> None:
+    """Say that this process sees to the run."""
+    pid = os.getpid()
+    durable.make_dirs(launch_file(run).parent)
+    word = {"pid": pid, "birth": clock.process_birth(pid), "boot": clock.boot_id()}
+    durable.replace(launch_file(run), durable.canonical_json(word).encode())
+
+
+def supervisor(run: str) -> int | None:
+    """The process that sees to the run, if it lives on this machine."""
+    try:
+        word: dict[str, Any] = json.loads(launch_file(run).read_bytes())
+        is_it = word["boot"] == clock.boot_id() and clock.process_birth(word["pid"]) == word["birth"]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return word["pid"] if is_it else None
+
+
+def stop(
+    run: str, ledger: Ledger, provider_of: Callable[[str], Provider], patience: Patience, say: Callable[[str], None]
+) -> list[Lease]:
+    """End whatever is rented for a run, and return its leases, closed. Nothing rented is an empty list.
+
+    Raises:
+        Survivors: a machine is not proven dead.
+    """
+    mine = {lease.lease_id for lease in ledger.open_leases(run)}
+    pid = supervisor(run)
+    if pid is not None:
+        say(f"Telling process {pid}, which sees to {run}, to give its machine back.")
+        os.kill(pid, signal.SIGTERM)
+        until_s = patience.now_s() + patience.seconds
+        while supervisor(run) == pid and patience.now_s() < until_s:
+            patience.sleep_s(_POLL_S)
+        if supervisor(run) == pid:
+            raise Survivors(f"Process {pid} does not leave {run}. End it, then run hotlap stop {run} again.")
+    for lease in ledger.open_leases(run):
+        mine.add(lease.lease_id)
+        _end(lease, ledger, provider_of(lease.provider), patience, say)
+    return ledger.leases(sorted(mine))
+
+
+def _end(lease: Lease, ledger: Ledger, provider: Provider, patience: Patience, say: Callable[[str], None]) -> None:
+    """Find the machine of a lease whose launcher is gone, end it, and settle. An unseen one is left to the reaper."""
+    listing = provider.machines()
+    victims = {
+        each.machine_id: each.created_at_s for each in listing.machines if each.name == NAME_PREFIX + lease.lease_id
+    }
+    victims |= {ident: lease.began_s for ident in (lease.machine_id or "").split(",") if ident and ident not in victims}
+    if not victims:
+        say(f"Lease {lease.lease_id} has no machine so far; hotlap reap goes on looking, and it stays charged.")
+        return
+    ends = end_all(provider, list(victims.items()), patience)
+    if not all(is_dead for _, is_dead in ends.values()):
+        raise Survivors(f"{', '.join(victims)} of {lease.provider} is not proven dead. Run the same command again.")
+    ended_s = max(evidence.absent_at_s[0] for evidence, _ in ends.values()) + CLOCK_STEP_S
+    price = next((each.usd_micros_per_hour for each in listing.machines if each.machine_id in victims), None)
+    closed = ledger.settle(lease.lease_id, ended_s, price, "stopped", "ended by hotlap stop")
+    proof = {ident: evidence.as_json() for ident, (evidence, _) in ends.items()}
+    receipts.open_receipt(lease.lease_id).settle(closed, proof)
+
+
+def last_outcome(run: str, ledger: Ledger) -> str | None:
+    """How the run's newest closed lease ended."""
+    leases = [lease for lease in ledger.leases_of(run) if lease.outcome is not None]
+    return leases[-1].outcome if leases else None
+
+
+def require_no_other(run: str) -> None:
+    """
+    Raises:
+        UsageError: another process sees to this run already.
+    """
+    pid = supervisor(run)
+    if pid is not None and pid != os.getpid():
+        raise UsageError(f"Process {pid} sees to {run} already. Follow it, or run: hotlap stop {run}.")

@@ -1,0 +1,114 @@
+"""End a machine and prove it: terminate until accepted, then look until it is gone from full listings."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hotlap.cloud.provider import Listing, Provider, Traits
+from hotlap.errors import ProviderFailed, RateLimited
+
+_BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What speaks for a machine's death; moments are the provider's."""
+
+    accepted_at_s: float | None = None
+    absent_at_s: tuple[float, ...] = ()
+    """Full listings without it, since it was last seen."""
+
+    was_listed: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return {"accepted_at_s": self.accepted_at_s, "absent_at_s": list(self.absent_at_s)}
+
+
+def look(evidence: Evidence, listing: Listing, machine_id: str, traits: Traits) -> Evidence:
+    """Take a full listing in."""
+    machine = listing.find(machine_id)
+    if machine is not None and machine.state != "terminated":
+        return replace(evidence, absent_at_s=(), was_listed=True)
+    times = evidence.absent_at_s
+    if times and listing.now_s - times[-1] < traits.proof_gap_s:
+        return evidence
+    return replace(evidence, absent_at_s=(*times, listing.now_s))
+
+
+def is_proven(evidence: Evidence, traits: Traits, created_at_s: float) -> bool:
+    """Whether the machine is dead. One that nobody ever saw may still appear, so its absence is not believed early."""
+    times = evidence.absent_at_s
+    if evidence.accepted_at_s is None and not evidence.was_listed:
+        times = tuple(at_s for at_s in times if at_s >= created_at_s + traits.visibility_s)
+    return len(times) >= traits.proof_listings
+
+
+@dataclass
+class Patience:
+    """How long to try, on which clock, and whether somebody wants to leave earlier."""
+
+    seconds: float
+    now_s: Callable[[], float]
+    sleep_s: Callable[[float], None]
+    is_over: Callable[[], bool] = lambda: False
+    say: Callable[[str], None] = lambda _text: None
+
+
+@dataclass
+class _Victim:
+    machine_id: str
+    created_at_s: float
+    evidence: Evidence = field(default_factory=Evidence)
+
+
+def end_all(
+    provider: Provider, victims: Sequence[tuple[str, float]], patience: Patience
+) -> dict[str, tuple[Evidence, bool]]:
+    """End machines, given as id and time of birth, and look until each is proven dead or patience ends.
+
+    Returns for each the evidence, and whether it is a proof. A provider that fails is asked again.
+    """
+    rows = [_Victim(machine_id, created_at_s) for machine_id, created_at_s in victims]
+    until_s = patience.now_s() + patience.seconds
+    attempt = 0
+    while True:
+        wait_s = _BACK_OFF_S[min(attempt, len(_BACK_OFF_S) - 1)]
+        alive = [row for row in rows if not is_proven(row.evidence, provider.traits, row.created_at_s)]
+        try:
+            _try_to_end(provider, alive)
+        except RateLimited as error:
+            wait_s = max(wait_s, error.retry_after_s)
+        except ProviderFailed as error:
+            patience.say(str(error))
+        alive = [row for row in alive if not is_proven(row.evidence, provider.traits, row.created_at_s)]
+        if not alive or patience.now_s() >= until_s or patience.is_over():
+            return {
+                row.machine_id: (row.evidence, is_proven(row.evidence, provider.traits, row.created_at_s))
+                for row in rows
+            }
+        if any(row.evidence.absent_at_s for row in alive):
+            wait_s = max(provider.traits.proof_gap_s, 0.05)
+        patience.sleep_s(min(wait_s, max(0.05, until_s - patience.now_s())))
+        attempt += 1
+
+
+def _try_to_end(provider: Provider, alive: Sequence[_Victim]) -> None:
+    """One round: ask for the end of those still listed, then look. One machine's trouble does not spare the others."""
+    failures: list[ProviderFailed] = []
+    accepted: list[_Victim] = []
+    for row in alive:
+        if not row.evidence.absent_at_s:
+            try:
+                accepted += [row] if provider.terminate(row.machine_id) else []
+            except RateLimited:
+                raise
+            except ProviderFailed as error:
+                failures.append(error)
+    listing = provider.machines()
+    for row in accepted:
+        if row.evidence.accepted_at_s is None:
+            row.evidence = replace(row.evidence, accepted_at_s=listing.now_s)
+    for row in alive:
+        row.evidence = look(row.evidence, listing, row.machine_id, provider.traits)
+    if failures:
+        raise failures[0]

@@ -1,0 +1,52 @@
+"""Receipts: one JSON file per lease, from the intent before the create to the proof of death and the settlement."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hotlap import durable
+from hotlap.cloud.lease import Lease
+from hotlap.config import hotlap_home
+
+
+class Receipt:
+    """A lease's file. Every `note` is on the disk when it returns, so the next act may follow."""
+
+    def __init__(self, path: Path, redact: Callable[[str], str] = lambda text: text) -> None:
+        self.path = path
+        self._redact = redact
+        self.facts: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {"format": 1, "times": {}}
+
+    def note(self, at: tuple[str, float] | None = None, **facts: Any) -> None:
+        """Add facts, and the name and moment of what just happened."""
+        self.facts |= facts
+        if at is not None:
+            self.facts["times"].setdefault(*at)
+        durable.make_dirs(self.path.parent)
+        text = json.dumps(self.facts, indent=1, allow_nan=False) + "\n"
+        durable.replace(self.path, self._redact(text).encode())
+
+    def settle(self, lease: Lease, proof: dict[str, Any] | None, at_s: float | None = None) -> None:
+        self.note(
+            at=None if at_s is None else ("proven", at_s),
+            lease_id=lease.lease_id,
+            run=lease.run,
+            owner=lease.owner,
+            proof=proof,
+            settlement={
+                "state": lease.state,
+                "gpu_s": lease.gpu_s,
+                "usd_micros": lease.usd_micros,
+                "ended_s": lease.ended_s,
+                "note": lease.note,
+            },
+        )
+
+
+def receipt_path(lease_id: str) -> Path:
+    return hotlap_home() / "receipts" / f"{lease_id}.json"
+
+
+def open_receipt(lease_id: str, redact: Callable[[str], str] = lambda text: text) -> Receipt:
+    return Receipt(receipt_path(lease_id), redact)

@@ -1,0 +1,219 @@
+"""From a run's configuration to slices on rented machines: the provider, the offers, the job, and the chain."""
+
+import getpass
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotlap import durable, runs
+from hotlap.cloud import boot
+from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, Stops, World, plan_of
+from hotlap.cloud.ledger import Ledger
+from hotlap.cloud.local import TRAITS as LOCAL_TRAITS
+from hotlap.cloud.local import LocalProvider
+from hotlap.cloud.money import Amount, loss_bound_s, rate_of, worst_rate
+from hotlap.cloud.provider import Offer, Provider, Start, Traits
+from hotlap.cloud.secrecy import redactor
+from hotlap.config import CloudConfig, RunConfig
+from hotlap.errors import (
+    INTERRUPTED,
+    OVERRAN,
+    SLICE_OVER,
+    ConfigError,
+    HotlapError,
+    MachineLost,
+    NoCapacity,
+    PriceRose,
+    ProvisioningFailed,
+    UsageError,
+)
+
+NAMES = ("local", "runpod")
+_CLASSES: dict[str, type[HotlapError]] = {"provisioning": ProvisioningFailed, "price": PriceRose}
+
+
+def open_provider(name: str, settings: CloudConfig) -> Provider:
+    """
+    Raises:
+        NoPermission: it needs a key, and there is none.
+    """
+    if name == "local":
+        return LocalProvider(settings.local)
+    if name != "runpod":
+        raise UsageError(f"There is no provider {name!r}; there are {' and '.join(NAMES)}.")
+    from hotlap.cloud import runpod
+
+    return runpod.from_environment()
+
+
+def configured(settings: CloudConfig) -> list[Provider]:
+    """Every provider that this environment can reach: a sweep looks at all of them."""
+    names = [name for name in NAMES if name == "local" or os.environ.get("RUNPOD_API_KEY")]
+    return [open_provider(name, settings) for name in names]
+
+
+def all_traits() -> list[Traits]:
+    """How every provider behaves, with or without a key to it."""
+    from hotlap.cloud import runpod
+
+    return [LOCAL_TRAITS, runpod.TRAITS]
+
+
+def owner_of(settings: CloudConfig) -> str:
+    return settings.reaper.owner or getpass.getuser()
+
+
+def offers_for(provider: Provider, gpus: Sequence[str], volume_id: str | None = None) -> list[Offer]:
+    """In the order of the kinds that were asked for, each cheapest first; without any, the cheapest there is.
+    A network volume is reached from the secure cloud only.
+
+    Raises:
+        NoCapacity: there is no such kind.
+    """
+
+    def reachable(gpu: str | None) -> list[Offer]:
+        return [offer for offer in provider.offers(gpu) if volume_id is None or offer.cloud != "COMMUNITY"]
+
+    if not gpus:
+        return reachable(None)[:1]
+    offers = [offer for gpu in gpus for offer in reachable(gpu)]
+    if not offers:
+        known = ", ".join(sorted({offer.gpu for offer in provider.offers()})) or "none"
+        raise NoCapacity(f"{provider.traits.name} offers no {' or '.join(gpus)}. It offers: {known}.")
+    return offers
+
+
+def job_of(config: RunConfig, provider: Provider, volume_id: str | None, image: str | None) -> Job:
+    """What runs on the machine: boot, which runs the worker, which runs one slice.
+
+    Raises:
+        UsageError: what the slice saves would be lost with the machine.
+    """
+    name = provider.traits.name
+    if provider.traits.needs_volume and volume_id is None:
+        raise UsageError(
+            f"A slice on {name} without a volume would lose its checkpoints with the machine. Name one: --volume-id."
+        )
+    is_local = name == "local"
+    if is_local:
+        output_dir = str(Path(config.output_dir).absolute())
+        config = config.model_copy(update={"output_dir": output_dir, "dataset": _absolute(config.dataset)})
+        config = config.model_copy(update={"base_model": _absolute(config.base_model)})
+    cap_s = config.slice.cap_s
+    order = durable.canonical_json({"config": config.model_dump(mode="json"), "cap_s": cap_s})
+    python = sys.executable if is_local else "python3"
+    worker = (python, "-m", "hotlap.cloud.worker", order)
+    if is_local:
+        argv = (python, "-S", "-I", boot.__file__, *worker)
+    else:
+        from hotlap.cloud import runpod_shapes
+
+        argv = runpod_shapes.boot_argv(worker)
+    plan = plan_of(Job(config.run_name, cap_s, Start(argv)), provider.traits)
+    start = Start(argv, {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"}, image=image, volume_id=volume_id)
+    return Job(config.run_name, cap_s, start)
+
+
+def _absolute(text: str) -> str:
+    return str(Path(text).absolute()) if Path(text).exists() else text
+
+
+def launcher_of(
+    provider: Provider,
+    ledger: Ledger,
+    settings: CloudConfig,
+    stops: Stops,
+    on_event: Callable[[dict[str, Any]], None],
+    say: Callable[[str], None],
+) -> Launcher:
+    """A launcher in the real world."""
+    world = World(on_event=on_event, say=say, redact=redactor(settings.ledger.url))
+    return Launcher(provider, ledger, settings, owner_of(settings), stops, world)
+
+
+@dataclass(frozen=True)
+class WorstCase:
+    """What launching may cost, before anything is done."""
+
+    per_machine: Amount
+    num_machines: int
+    ttl_s: float
+    loss: Amount
+    """Beyond help: what one machine can cost at most if the launcher dies this second."""
+
+    @property
+    def total(self) -> Amount:
+        return Amount(self.per_machine.gpu_s * self.num_machines, self.per_machine.usd_micros * self.num_machines)
+
+
+def worst_case(
+    offers: Sequence[Offer], job: Job, provider: Provider, num_slices: int, settings: CloudConfig
+) -> WorstCase:
+    """For the dearest of the offers, since any of them may be taken."""
+    traits = provider.traits
+    ttl = plan_of(job, traits).ttl_s
+    rate = worst_rate(max((rate_of(offer) for offer in offers), key=lambda rate: rate.usd_micros_per_hour))
+    loss_s = loss_bound_s(ttl, settings.reaper.period_minutes * 60.0, traits)
+    return WorstCase(rate.cost(ttl), num_slices, ttl, rate.cost(loss_s))
+
+
+@dataclass(frozen=True)
+class ChainEnd:
+    """How a chain of slices ended, as the last of them did."""
+
+    exit_code: int
+    reason: str
+    message: str
+    leases: tuple[LeaseEnd, ...]
+
+
+def is_done(config: RunConfig, provider: Provider, outcome: str | None) -> bool:
+    """Whether nothing is left to rent a machine for. Where the run's folder is out of reach, the ledger remembers."""
+    if provider.traits.name == "local":
+        return runs.is_finished(runs.RunFolder(config.run_folder))
+    return outcome == "done"
+
+
+def chain(
+    launcher: Launcher, job: Job, offers: Sequence[Offer], num_slices: int, on_end: Callable[[LeaseEnd], None]
+) -> ChainEnd:
+    """Slice after slice, each on a machine of its own, until the run is done, fails, or the number is used up."""
+    ends: list[LeaseEnd] = []
+    for _ in range(num_slices):
+        ends.append(launcher.launch(job, offers))
+        on_end(ends[-1])
+        code, reason, message = answer_of(ends[-1])
+        if (code, reason) != (SLICE_OVER, "slice_over"):
+            break
+    else:
+        code, reason, message = answer_of(ends[-1])
+    return ChainEnd(code, reason, message, tuple(ends))
+
+
+def answer_of(lease_end: LeaseEnd) -> tuple[int, str, str]:
+    """The exit code, reason word and message that one lease's end stands for."""
+    end = lease_end.end
+    if end is None:
+        return SLICE_OVER, "stopped", "stopped; the machine is given back"
+    if end.result is not None:
+        return int(end.result.get("exit_code", 1)), str(end.result.get("reason", "unexpected")), end.message
+    if end.kind == "overran":
+        return OVERRAN, "overran", f"{end.message}; the machine was ended"
+    kind = _CLASSES.get(end.kind, MachineLost)
+    return kind.exit_code, kind.reason, f"The machine was ended: {end.message}. Its receipt has its last words."
+
+
+def leave_code(is_pressed: bool, end: ChainEnd) -> int:
+    return INTERRUPTED if is_pressed else end.exit_code
+
+
+def require_slices(num_slices: int) -> None:
+    """
+    Raises:
+        ConfigError: less than one.
+    """
+    if num_slices < 1:
+        raise ConfigError(f"--slices is {num_slices}; rent at least one.")

@@ -1,0 +1,26 @@
+"""Keep secrets out of what is shown and kept: their values are replaced wherever they turn up."""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from urllib.parse import urlsplit
+
+_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+_SHORTEST = 6
+"""A shorter value would be found in ordinary words."""
+
+
+def redactor(ledger_url: str | None = None, env: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """A function that removes from a text the values of secret-looking variables and the ledger's password."""
+    values = {value for name, value in (os.environ if env is None else env).items() if _NAMES.search(name)}
+    if ledger_url and (password := urlsplit(ledger_url).password):
+        values.add(password)
+    # The longest first, lest a part of one is cut out of another.
+    secrets = sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)
+
+    def redact(text: str) -> str:
+        for secret in secrets:
+            text = text.replace(secret, "[redacted]")
+        return text
+
+    return redact

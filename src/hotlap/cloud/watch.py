@@ -1,0 +1,119 @@
+"""What a machine's log and listing mean: is it ready, alive, done, or to be ended, and why. Decisions only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from hotlap.cloud.provider import LINE_PREFIX, Machine, event_in
+
+HEARTBEAT_S = 10.0
+_MISSED_BEATS = 3
+
+EndKind = Literal["result", "refused", "provisioning", "silent", "overran", "restarted", "vanished", "ended", "price"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The moments of one machine, in seconds after its create was sent."""
+
+    provisioning_s: float
+    cap_s: float
+    """The job's longest life, from its boot on."""
+
+    ttl_s: float
+    grace_s: float = 10.0
+    """How long the job may take to tell its result after its cap."""
+
+    visibility_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class End:
+    """Why a machine is over, and what its job told last."""
+
+    kind: EndKind
+    message: str
+    result: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All that was seen of a machine so far; each field a fold over observations."""
+
+    boot_ids: tuple[str, ...] = ()
+    booted_s: float | None = None
+    heard_s: float | None = None
+    """When the last line came, on a machine that booted."""
+
+    answered_s: float | None = None
+    """When the provider last gave the log: before that, silence says nothing."""
+
+    was_listed: bool = False
+    machine: Machine | None = None
+    missing_since_s: float | None = None
+    result: dict[str, Any] | None = None
+    refused: dict[str, Any] | None = None
+    talk: tuple[str, ...] = field(default=())
+
+
+_TALK_LINES = 20
+
+
+def hear(seen: Seen, lines: Sequence[str], nonce: str, at_s: float) -> Seen:
+    """Take in a page of the log."""
+    seen = replace(seen, answered_s=at_s)
+    for line in lines:
+        event = event_in(line)
+        if event is None:
+            seen = replace(seen, talk=(*seen.talk, line.removeprefix(LINE_PREFIX))[-_TALK_LINES:])
+        elif event["event"] == "boot" and event.get("nonce") == nonce:
+            boots = seen.boot_ids if event["boot_id"] in seen.boot_ids else (*seen.boot_ids, event["boot_id"])
+            seen = replace(seen, boot_ids=boots, booted_s=at_s if seen.booted_s is None else seen.booted_s)
+        elif event["event"] == "result":
+            seen = replace(seen, result={key: value for key, value in event.items() if key != "event"})
+        elif event["event"] == "refused" and len(seen.boot_ids) == 1:
+            seen = replace(seen, refused=event)
+        seen = replace(seen, heard_s=at_s)
+    return seen
+
+
+def see(seen: Seen, machine: Machine | None, at_s: float) -> Seen:
+    """Take in a full listing in which the machine is, or is not."""
+    if machine is None or machine.state == "terminated":
+        since = at_s if seen.missing_since_s is None else seen.missing_since_s
+        return replace(seen, machine=None, missing_since_s=since)
+    return replace(seen, machine=machine, was_listed=True, missing_since_s=None)
+
+
+def end_of(seen: Seen, plan: Plan, now_s: float) -> End | None:
+    """Why the machine is over now, or None to go on watching it."""
+    if seen.result is not None:
+        return End("result", str(seen.result.get("message", "")), seen.result)
+    if len(seen.boot_ids) > 1:
+        return End("restarted", f"its command was started {len(seen.boot_ids)} times, so the job did not end in order")
+    if seen.refused is not None:
+        return End("refused", f"boot refused: {seen.refused.get('message')}")
+    return _end_by_listing(seen, plan, now_s) or _end_by_time(seen, plan, now_s)
+
+
+def _end_by_listing(seen: Seen, plan: Plan, now_s: float) -> End | None:
+    if seen.missing_since_s is not None and (seen.was_listed or now_s >= plan.visibility_s):
+        # Listings lag: one gap after the machine was seen is not believed at once.
+        if now_s - seen.missing_since_s >= min(plan.visibility_s, 30.0):
+            return End("vanished", "the provider lists it no more")
+    elif seen.machine is not None and seen.machine.state in ("exited", "error"):
+        return End("ended", f"its state is {seen.machine.state} and its job gave no result")
+    return None
+
+
+def _end_by_time(seen: Seen, plan: Plan, now_s: float) -> End | None:
+    if seen.booted_s is None:
+        if now_s >= plan.provisioning_s:
+            return End("provisioning", f"its job did not begin within {plan.provisioning_s:.0f} s")
+        return None
+    if now_s >= min(seen.booted_s + plan.cap_s + plan.grace_s, plan.ttl_s):
+        return End("overran", f"its job did not end by its cap of {plan.cap_s:.0f} s")
+    assert seen.heard_s is not None and seen.answered_s is not None
+    if seen.answered_s - seen.heard_s >= _MISSED_BEATS * HEARTBEAT_S:
+        return End("silent", f"it said nothing for {seen.answered_s - seen.heard_s:.0f} s")
+    return None

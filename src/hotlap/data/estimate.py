@@ -1,0 +1,184 @@
+"""What a run will need, before it is paid for: memory, time and slices, from the packed rows and the model's shape.
+
+Memory at the peak of a step, in float32, with R rows of T positions in a micro-batch, N = R x T:
+
+    weights        4 bytes x parameters of the base model
+    adapter        28 bytes x parameters of the adapter: value, gradient, two moments, and a copy that is published
+    activations    4 bytes x N x layers x (10 x hidden + 4 x feed-forward + 2 x targets' rank)
+    mask           1 byte x R x T x T, and as much again while it is made
+    logits         12 bytes x trained positions x vocabulary: logits, their exponentials, their gradient
+    interpreter    0.7 GB: Python, torch, transformers
+
+The factors are those of a Llama-type layer without recomputation. `docs/decisions/0012` has what was measured.
+
+Time is that of an earlier slice of the same base model, or 4 operations per parameter and token (forward, and
+backward through the activations) at the speed of a matrix product here.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotlap import clock
+from hotlap.config import LoraConfig, RunConfig
+from hotlap.data.packed import PackedDataset
+from hotlap.errors import MissingArtifact
+
+_INTERPRETER_BYTES = 700_000_000
+_ADAPTER_BYTES = 28
+_REACHED = 0.7
+"""Share of a matrix product's speed that a step reaches."""
+
+_SLICE_OVERHEAD_S = 20.0
+_PROBE_SIZE = 768
+_PROBE_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only model's shape, as its `config.json` has it."""
+
+    hidden: int
+    feed_forward: int
+    num_layers: int
+    vocabulary: int
+    attention: int
+    key_value: int
+    is_tied: bool
+
+    @property
+    def num_layer_parameters(self) -> int:
+        attention = self.hidden * (2 * self.attention + 2 * self.key_value)
+        return self.num_layers * (attention + 3 * self.hidden * self.feed_forward)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_layer_parameters + self.vocabulary * self.hidden * (1 if self.is_tied else 2)
+
+    def num_adapter_parameters(self, lora: LoraConfig) -> int:
+        return self.num_layers * lora.rank * sum(inputs + outputs for inputs, outputs in self._targets(lora))
+
+    def num_target_ranks(self, lora: LoraConfig) -> int:
+        return lora.rank * len(self._targets(lora))
+
+    def _targets(self, lora: LoraConfig) -> list[tuple[int, int]]:
+        """Inputs and outputs of a layer's linear modules that get an adapter. Names that are not known count as the
+        widest."""
+        sizes = {
+            "q_proj": (self.hidden, self.attention),
+            "k_proj": (self.hidden, self.key_value),
+            "v_proj": (self.hidden, self.key_value),
+            "o_proj": (self.attention, self.hidden),
+            "gate_proj": (self.hidden, self.feed_forward),
+            "up_proj": (self.hidden, self.feed_forward),
+            "down_proj": (self.feed_forward, self.hidden),
+        }
+        if lora.target_modules == "all-linear":
+            return list(sizes.values())
+        return [sizes.get(name, (self.hidden, self.feed_forward)) for name in lora.target_modules]
+
+
+def shape_of(model_folder: Path) -> Shape:
+    """
+    Raises:
+        MissingArtifact: the model's `config.json` does not say.
+    """
+    path = model_folder / "config.json"
+    try:
+        whole: dict[str, Any] = json.loads(path.read_bytes())
+        fields: dict[str, Any] = whole.get("text_config", whole)
+        heads: int = fields["num_attention_heads"]
+        head: int = fields.get("head_dim") or fields["hidden_size"] // heads
+        return Shape(
+            hidden=fields["hidden_size"],
+            feed_forward=fields["intermediate_size"],
+            num_layers=fields["num_hidden_layers"],
+            vocabulary=fields["vocab_size"],
+            attention=heads * head,
+            key_value=(fields.get("num_key_value_heads") or heads) * head,
+            is_tied=bool(fields.get("tie_word_embeddings", False)),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MissingArtifact(
+            f"{path} does not tell the model's shape ({error!r}), so nothing can be estimated. Copy the folder again."
+        ) from None
+
+
+# --- memory ---
+
+
+@dataclass(frozen=True)
+class Memory:
+    fixed_bytes: int
+    """What there is however many rows a micro-batch has."""
+
+    row_bytes: int
+    """What each row of a micro-batch adds."""
+
+    def peak_bytes(self, num_rows: int) -> int:
+        return self.fixed_bytes + num_rows * self.row_bytes
+
+    def most_rows(self, available_bytes: int) -> int:
+        """The largest micro-batch that leaves a fifth of what is available free."""
+        room = 0.8 * available_bytes - self.fixed_bytes
+        return max(0, int(room // self.row_bytes))
+
+
+def memory_of(shape: Shape, lora: LoraConfig, data: PackedDataset) -> Memory:
+    """By the formula above, for rows as full as these and with as many trained tokens as the fullest of them."""
+    seq_len = data.seq_len
+    width = 10 * shape.hidden + 4 * shape.feed_forward + 2 * shape.num_target_ranks(lora)
+    most_trained = int(np.max(data.trained_tokens_per_row(), initial=0))
+    row_bytes = 4 * seq_len * shape.num_layers * width + 2 * seq_len * seq_len + 12 * most_trained * shape.vocabulary
+    adapter_bytes = _ADAPTER_BYTES * shape.num_adapter_parameters(lora)
+    return Memory(_INTERPRETER_BYTES + 4 * shape.num_parameters + adapter_bytes, row_bytes)
+
+
+# --- time ---
+
+
+@dataclass(frozen=True)
+class Speed:
+    tokens_per_s: float
+    source: str
+    """Where the figure comes from, in words."""
+
+
+def estimated_speed(shape: Shape) -> Speed:
+    """From how fast this processor multiplies matrices now."""
+    flops_per_token = 4.0 * shape.num_parameters
+    measured = _matrix_flops_per_s()
+    return Speed(
+        _REACHED * measured / flops_per_token,
+        f"estimated from {measured / 1e9:.0f} GFLOP/s in a matrix product on this processor just now",
+    )
+
+
+def _matrix_flops_per_s() -> float:
+    matrix = np.random.Philox(key=0)
+    left = np.random.Generator(matrix).random((_PROBE_SIZE, _PROBE_SIZE), dtype=np.float32)
+    times_s: list[float] = []
+    for _ in range(_PROBE_REPEATS + 1):
+        began_s = clock.monotonic_s()
+        _ = left @ left
+        times_s.append(clock.monotonic_s() - began_s)
+    return 2.0 * _PROBE_SIZE**3 / max(1e-9, min(times_s[1:]))
+
+
+@dataclass(frozen=True)
+class Duration:
+    num_tokens: int
+    seconds: float
+    num_slices: int
+
+
+def duration_of(config: RunConfig, data: PackedDataset, num_rows_trained: int, speed: Speed) -> Duration:
+    """Of the whole run, and in how many slices, if each loses `_SLICE_OVERHEAD_S` to starting and saving."""
+    num_tokens = round(data.facts.num_tokens / max(1, data.num_rows) * num_rows_trained)
+    seconds = num_tokens / max(1e-9, speed.tokens_per_s)
+    steps_s = max(1.0, config.slice.cap_s - _SLICE_OVERHEAD_S)
+    return Duration(num_tokens, seconds, math.ceil(seconds / steps_s))

@@ -1,0 +1,11 @@
+"""The page about the emulator: its code runs."""
+
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).parent.parent / "docs" / "emulator.md"
+
+
+def test_the_example_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
+    exec(compile(code, str(PAGE), "exec"), {})

@@ -1,0 +1,119 @@
+"""`hotlap preview`: what it shows is what would be trained, and strangers' text stays text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fixtures_data import conversation, f3_rows, write_byte_tokenizer, write_jsonl
+
+from hotlap.cli import cli
+from hotlap.config import LoraConfig, RunConfig
+from hotlap.data.estimate import Memory, shape_of
+from hotlap.data.preview import Preview, preview
+from hotlap.errors import BadData, MissingArtifact
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "tie_word_embeddings": True,
+}
+
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+EVIL = "<script>alert(1)</script>\x1b[2J"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_byte_tokenizer(tmp_path_factory.mktemp("model"))
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def look(model: Path, source: Path, num_examples: int = 3, **sections: Any) -> Preview:
+    tree = {"base_model": str(model), "dataset": str(source), "output_dir": str(source.parent / "runs"), **sections}
+    return preview(RunConfig.model_validate(tree), num_examples, lambda text: None)
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(cli, ["preview", *map(str, arguments)], catch_exceptions=False)
+
+
+def test_b29_the_tokens_shown_are_those_that_are_trained(model: Path, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "x.jsonl", [conversation("user: q", "assistant: é😀")])
+    (example,) = look(model, source).examples
+    assert "".join(token.text for token in example) == "<user>q<turn_end><assistant>é😀<turn_end>"
+    assert "".join(token.text for token in example if token.is_trained) == "é😀<turn_end>"
+    assert [len(token.ids) for token in example] == [1, 1, 1, 1, 2, 4, 1]
+
+
+def test_counts_and_needs_are_told(model: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [*f3_rows(), {"prompt": "q", "completion": "a" * 99}, {"prompt": "q"}]
+    source = write_jsonl(tmp_path / "x.jsonl", rows)
+    found = look(model, source, data={"seq_len": 64, "bad_rows": "drop", "eval_examples": 4}).as_json()
+    train = found["train"]
+    assert train["num_examples"] == 60 and found["held_out"]["num_examples"] == 4
+    assert sum(item["examples"] for item in train["histogram"]) == 60
+    assert [entry["kind"] for entry in train["left_out"]] == ["'completion' is missing", "too long"]
+    assert found["num_steps"] == train["num_rows"] and found["tokens_per_epoch"] == train["num_tokens"]
+    assert found["seed"] is None and found["duration"]["num_slices"] == 1 and "price" not in json.dumps(found)
+    assert found["memory"]["estimated_peak_bytes"] > 700_000_000 and "GFLOP/s" in found["speed"]["source"]
+
+
+def test_preview_ends_with_what_training_would_end_with(model: Path, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "x.jsonl", [*f3_rows(3), {"prompt": "q"}])
+    with pytest.raises(BadData, match=r"1 of 4 rows .* line 4"):
+        look(model, source)
+
+
+def test_the_data_it_prepares_is_what_training_opens(model: Path, tmp_path: Path, home: Path) -> None:
+    source = write_jsonl(tmp_path / "x.jsonl", f3_rows())
+    first = look(model, source, seed=5, data={"eval_examples": 4})
+    before = sorted((home / "packed").iterdir())
+    second = look(model, source, seed=5, data={"eval_examples": 4}, lora={"rank": 2})
+    assert second.packing.train.fingerprint == first.packing.train.fingerprint
+    assert sorted((home / "packed").iterdir()) == before
+
+
+def test_text_for_people_marks_trained_stretches_and_moves_no_cursor(model: Path, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "x.jsonl", [conversation(f"user: {EVIL}", f"assistant: {EVIL}")])
+    done = run("--base-model", model, "--dataset", source, "--set", "slice.minutes=1")
+    assert done.exit_code == 0 and "[[<script>alert(1)</script>\\x1b[2J<turn_end>]]" in done.stdout
+    assert "\x1b" not in done.stdout and "1 of 1 examples in 1 rows" in done.stdout
+
+
+def test_json_and_html(model: Path, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "x.jsonl", [conversation(f"user: {EVIL}", "assistant: a"), {"prompt": EVIL}])
+    page = tmp_path / "page.html"
+    arguments = ("--base-model", model, "--dataset", source, "--set", "data.bad_rows=drop", "--html", page, "--json")
+    done = run(*arguments)
+    assert json.loads(done.stdout)["train"]["num_examples"] == 1
+    text = page.read_text()
+    assert "<script" not in text and "&lt;" in text and '<span class="t"' in text and "completion" in text
+
+
+def test_the_estimate_knows_the_real_model_s_size(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+    shape = shape_of(tmp_path)
+    assert shape.num_parameters == pytest.approx(134_515_008, rel=0.001)
+    assert shape.num_adapter_parameters(LoraConfig(rank=16)) == 4_884_480
+    memory = Memory(fixed_bytes=1_000, row_bytes=100)
+    assert (memory.peak_bytes(3), memory.most_rows(2_000), memory.most_rows(100)) == (1_300, 6, 0)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(MissingArtifact, match="does not tell the model's shape"):
+        shape_of(tmp_path)
