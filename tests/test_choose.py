@@ -208,15 +208,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-def test_peak_memory_does_not_grow_with_the_rows(f4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_does_not_grow_with_the_rows(f4: Path, tmp_path: Path) -> None:
     peaks: list[int] = []
-    script = (
-        "from hotlap.data import chunks, tokenized\nchunks._CHUNK_PIECES = tokenized._BATCH_EXAMPLES = 200\n" + MEMORY
-    )
+    small = "from hotlap.data import chunks, tokenized\nchunks._CHUNK_PIECES = tokenized._BATCH_EXAMPLES = 200\n"
     for count in (800, 5_000):
         source = tmp_path / f"{count}.jsonl"
         source.write_text("".join(json.dumps({"prompt": f"q{i}", "completion": "a" * 20}) + "\n" for i in range(count)))
-        argv = [sys.executable, "-c", script, str(source), str(f4)]
+        argv = [sys.executable, "-c", small + MEMORY, str(source), str(f4)]
         done = subprocess.run(argv, capture_output=True, text=True, check=True)
         num_examples, peak = map(int, done.stdout.split())
         assert num_examples == count

@@ -80,7 +80,7 @@ def test_cut_by_stop_signals(zygote: Zygote, config: RunConfig, uncut: dict[str,
 
 def test_cut_by_deadlines(zygote: Zygote, make_config: MakeConfig, uncut: dict[str, str]) -> None:
     """Steps slowed to 0.2 s, so that a cap of a few seconds ends in the middle."""
-    config = make_config(data__eval_examples=6, eval__every_steps=7, slice__minutes=3.5 / 60)
+    config = make_config(data__eval_examples=6, eval__every_steps=7, slice__minutes=6 / 60)
     assert finish(zygote, config, patch="patches:slow_steps") > 1
     run = RunFolder(config.run_folder)
     assert {state.ending for state in runs.all_slices(run)} == {"slice_over", "done"}

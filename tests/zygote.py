@@ -81,12 +81,17 @@ class SliceProcess:
 
 
 class Zygote:
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, base: Path | None = None) -> None:
+        """`base`: a model folder to read once, for slices of one thread (a pool of threads does not survive a fork)."""
         self._scratch = scratch
         self._numbers = itertools.count(1)
         self._slices: dict[int, SliceProcess] = {}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, __file__, *([str(base)] if base else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
         )
         self._answers: list[int] = []
         self._turn = threading.Lock()
@@ -138,15 +143,20 @@ class Zygote:
 
 def _serve() -> None:
     import peft  # noqa: F401
-    import torch  # noqa: F401
+    import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import hotlap.data.packed
     import hotlap.data.render
     import hotlap.train.loop
-    import hotlap.train.opening  # noqa: F401
+    import hotlap.train.model
+    import hotlap.train.opening
 
     sys.path.insert(0, str(TESTS))
+    if sys.argv[1:]:
+        torch.set_num_threads(1)
+        base = hotlap.train.model.load_base(Path(sys.argv[1]))
+        hotlap.train.model.load_base = lambda folder: base
     for order in _orders():
         pid = os.fork()
         if pid == 0:

@@ -28,7 +28,13 @@ Example:
 @click.option("--dataset", help="A file or folder of examples.")
 @click.option("--output-dir", help="Folder in which runs have theirs.  [default: runs]")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting, as in lora.rank=32.")
-@click.option("--examples", "num_examples", default=3, show_default=True, type=click.IntRange(min=0))
+@click.option(
+    *("--examples", "num_examples"),
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="How many examples to show token by token.",
+)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.option("--html", "html_path", type=click.Path(path_type=Path), help="Write a page to this file as well.")
 def preview(

@@ -268,6 +268,8 @@ def _watch(
         if stops.is_asked:
             kill_s = min(kill_s, now_s + orders.grace_s)
         if now_s >= kill_s:
+            # A busy machine may sleep through the warning and wake up past the deadline.
+            is_warned |= now_s >= deadline_s
             break
         if not is_warned and now_s >= deadline_s - orders.grace_s:
             is_warned = True
