@@ -75,7 +75,8 @@ def test_the_example_in_the_help_tells_what_is_true_of_this_machine(home: Path) 
     assert found["torch"]["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert found["torch"]["matrix_product"]["float32_s"] > 0
     assert found["torch"]["uses_bfloat16"] == found["torch"]["verdict"].startswith("bfloat16: use")
-    assert {extra["name"]: extra["is_installed"] for extra in found["extras"]} == {"train": True, "dev": True}
+    installed = {extra["name"] for extra in found["extras"] if extra["is_installed"]}
+    assert {"train", "dev"} <= installed
 
 
 def test_the_limits_are_those_of_the_file(home: Path, probed: dict[str, Any]) -> None:
@@ -276,4 +277,4 @@ def test_what_a_missing_extra_would_give_is_told(probed: dict[str, Any], monkeyp
     monkeypatch.setattr(DOCTOR, "_version", lambda package: None if package == "hypothesis" else "99")
     (line,) = [line for line in hotlap().stdout.splitlines() if line.startswith("extra dev")]
     assert line.startswith("extra dev: hypothesis>=") and line.endswith("run: pip install 'hotlap[dev]'")
-    assert EXTRAS[1].gives in line
+    assert next(extra.gives for extra in EXTRAS if extra.name == "dev") in line
