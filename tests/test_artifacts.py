@@ -157,6 +157,8 @@ def test_only_files_whose_stamp_moved_are_read_again(folder: Path, monkeypatch: 
         ("smollm", MissingArtifact, "smollm2-135m, gemma3-270m"),
         ("./nowhere", MissingArtifact, "no file or folder"),
         ("data/train.jsonl", MissingArtifact, "no file or folder"),
+        ("~nosuchuser/model", MissingArtifact, "cannot be looked up"),
+        ("n" * 300, MissingArtifact, "cannot be looked up"),
     ],
 )
 def test_what_cannot_be_a_reference_is_refused_with_the_way_out(ref: str, kind: type[HotlapError], words: str):
@@ -565,6 +567,7 @@ def test_a_model_comes_from_the_hub_with_its_commit_recorded(hub: Hub, home: Pat
         "consolidated.safetensors": b"the same again",
         "onnx/config.json": b"{}",
         "manifest.json": b"theirs",
+        "adapter_config.json": b"{}",
     }
     path = artifacts.fetch("org/name@main", say)
     assert {name: (path / name).read_bytes() for name in MODEL_FILES} == {name: hub.files[name] for name in MODEL_FILES}
@@ -583,6 +586,14 @@ def test_a_data_set_comes_whole_and_without_a_manifest_of_ours_in_it(hub: Hub, s
     path = artifacts.fetch("org/name", say, "dataset")
     assert sorted(artifacts.pin(path)) == ["README.md", "data/train.jsonl", "manifest.json"]
     assert artifacts.locate_dataset("org/name") == path
+
+
+@pytest.mark.parametrize("name", ["../../evil.jsonl", "/etc/evil.jsonl", "data/../../evil.jsonl", "..\\evil.jsonl"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(hub: Hub, name: str, home: Path, say: Said):
+    hub.files = {"train.jsonl": ROWS, name: b"evil"}
+    with pytest.raises(FetchFailed, match="outside its folder"):
+        artifacts.fetch("org/name", say, "dataset")
+    assert hub.downloads == [] and published(home) == []
 
 
 def test_a_download_that_breaks_off_is_taken_up_again(hub: Hub, say: Said):

@@ -13,6 +13,8 @@ from hotlap.errors import BudgetRefused, Survivors
 from hotlap.testing.containers import Job
 from hotlap.testing.faults import Fault
 
+pytestmark = pytest.mark.money
+
 TTL_S = 150 + 120 + 10 + 30
 
 

@@ -34,7 +34,7 @@ SLACK_S = 1.0
 def checkpoints_of(config: RunConfig) -> list[int]:
     """The steps that are saved. Every checkpoint must verify, and nothing half-written may lie about."""
     folder = RunFolder(config.run_folder).checkpoints
-    return sorted(checkpoint.read(path).step for path in folder.iterdir()) if folder.exists() else []
+    return sorted(checkpoint.read(path).step for path in folder.glob("step-*"))
 
 
 def last_step(process: SliceProcess) -> int:
@@ -365,11 +365,24 @@ def test_b51_a_and_the_run_goes_on_from_the_last_good_checkpoint(capped: Capped5
     assert process.result()["resumed_at"] == 3
 
 
-def test_b51_a_the_whole_slice_is_under_the_cap_with_its_imports(make_config: Callable[..., RunConfig]):
-    """The true module, unpatched, under a cap that ends in the middle of importing torch."""
-    config = make_config(slice__minutes=1.5 / 60)
+def test_b51_a_the_whole_slice_is_under_the_cap_with_its_imports(
+    make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The true module, unpatched, under a cap that ends in the middle of importing a torch that takes for ever."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = make_config(slice__minutes=8 / 60)
     end = supervise.run_slice(config, lambda event: None, lambda line: None)
     assert (end.exit_code, end.reason, end.result, end.goes_on) == (124, "overran", None, False)
+
+
+def test_b51_a_cap_too_short_to_begin_with_the_data_is_refused_rather_than_tried_again(
+    make_config: Callable[..., RunConfig],
+):
+    end = supervise.run_slice(make_config(slice__minutes=3 / 60), lambda event: None, lambda line: None)
+    assert (end.exit_code, end.goes_on) == (2, False)
+    assert end.result is not None and "Raise slice.minutes" in end.result["message"]
     assert 1.5 <= end.wall_s <= 1.5 + SLACK_S
     with pytest.raises(ProcessLookupError):
         clock.process_birth(end.end.pid)

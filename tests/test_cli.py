@@ -58,7 +58,7 @@ def test_a_run_from_the_command_line(tiny_args: list[str], tmp_path: Path) -> No
     first = hotlap(*train, "--chain", cwd=tmp_path)
     assert first.stdout.strip() == "runs/tiny/adapter"
     assert "slice 1, from the start of 12" in first.stderr and "step 12/12" in first.stderr
-    assert first.stderr.rstrip().splitlines()[-1].startswith("hotlap: exit 0 done")
+    assert first.stderr.splitlines()[-1].startswith("hotlap: exit 0 done")
 
     listing = json.loads(hotlap("runs", "--json", cwd=tmp_path).stdout)
     assert [(row["name"], row["state"], row["step"]) for row in listing] == [("tiny", "finished", 12)]
@@ -85,31 +85,31 @@ def test_a_run_from_the_command_line(tiny_args: list[str], tmp_path: Path) -> No
 @pytest.mark.torch
 def test_stop_ends_a_chain_and_the_same_command_resumes(tiny_args: list[str], tmp_path: Path) -> None:
     train = [*tiny_args, "--chain", "--set", "train.max_steps=1000000"]
-    chain = subprocess.Popen(
-        [sys.executable, "-m", "hotlap", *train],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    chain = _start(train, tmp_path)
     _wait_for_steps(tmp_path / "runs" / "tiny" / "metrics.jsonl")
     answer = json.loads(hotlap("stop", "tiny", "--json", cwd=tmp_path).stdout)
     _, err = chain.communicate(timeout=60)
     assert (answer["ending"], chain.returncode) == ("stopped", 75), err
-    assert err.rstrip().splitlines()[-1].startswith("hotlap: exit 75 stopped")
+    assert err.splitlines()[-1].startswith("hotlap: exit 75 stopped")
     assert json.loads(hotlap("runs", "--json", cwd=tmp_path).stdout)[0]["state"] == "paused"
+
+
+@pytest.mark.torch
+def test_stop_before_a_slice_can_listen_is_a_stop(tiny_args: list[str], tmp_path: Path) -> None:
+    chain = _start([*tiny_args, "--chain", "--json"], tmp_path)
+    children = Path(f"/proc/{chain.pid}/task/{chain.pid}/children")
+    while not children.read_text():
+        time.sleep(0.001)
+    chain.send_signal(signal.SIGTERM)
+    out, err = chain.communicate(timeout=60)
+    assert (chain.returncode, json.loads(out)["reason"]) == (75, "stopped"), err
+    assert err.splitlines()[-1].startswith("hotlap: exit 75 stopped")
 
 
 @pytest.mark.torch
 def test_a_second_interrupt_leaves_at_once(tiny_args: list[str], tmp_path: Path) -> None:
     train = [*tiny_args, "--chain", "--set", "train.max_steps=1000000", "--set", "slice.grace_s=60"]
-    chain = subprocess.Popen(
-        [sys.executable, "-m", "hotlap", *train],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    chain = _start(train, tmp_path)
     _wait_for_steps(tmp_path / "runs" / "tiny" / "metrics.jsonl")
     slice_pid = json.loads((tmp_path / "runs/tiny/slices/0001/holder.json").read_text())["pid"]
     os.kill(slice_pid, signal.SIGSTOP)  # a slice that hangs does not answer the first
@@ -119,6 +119,11 @@ def test_a_second_interrupt_leaves_at_once(tiny_args: list[str], tmp_path: Path)
     _, err = chain.communicate(timeout=60)
     assert chain.returncode == 130, err
     assert not Path(f"/proc/{slice_pid}").exists()
+
+
+def _start(args: list[str], cwd: Path) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "hotlap", *args]
+    return subprocess.Popen(argv, cwd=cwd, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def _wait_for_steps(metrics: Path, timeout_s: float = 90.0) -> None:
@@ -137,10 +142,16 @@ def test_errors_have_code_reason_and_way_out(tmp_path: Path, f3: Path) -> None:
         (("generate", "nonesuch", "Hi"), 2, "usage", "no run 'nonesuch'"),
         (("nonesuch",), 2, "usage", "No such command"),
         (("prefetch", "nonesuch/"), 2, None, ""),
+        (("prefetch", "~nosuchuser/model"), 2, "missing", "cannot be looked up"),
+        (("prefetch", "n" * 300), 2, "missing", "cannot be looked up"),
+        (("runs", "--output-dir", "n" * 300), 2, "usage", "Check the path"),
+        (("train", "--dataset", "caf\udce9.jsonl"), 2, "usage", "not UTF-8"),
+        (("runs", "red\x1b[31m\x07"), 2, "usage", "no run 'red"),
     ]
     for args, code, reason, words in cases:
         process = hotlap(*args, "--json", cwd=tmp_path, check=code)
-        last_line = process.stderr.rstrip().splitlines()[-1]
+        assert all(char.isprintable() or char == "\n" for char in process.stderr)
+        last_line = process.stderr.splitlines()[-1]
         assert re.match(rf"hotlap: exit {code} {reason or '[a-z]+'}: ", last_line), last_line
         assert words in last_line
         answer = json.loads(process.stdout)

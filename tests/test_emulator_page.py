@@ -3,6 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.money
+
 PAGE = Path(__file__).parent.parent / "docs" / "emulator.md"
 
 

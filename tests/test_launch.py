@@ -24,6 +24,8 @@ from hotlap.cloud.secrecy import redactor
 from hotlap.config import CloudConfig
 from hotlap.errors import BudgetRefused, HotlapError
 
+pytestmark = pytest.mark.money
+
 # --- killed at any line ---
 
 LAUNCHERS = """

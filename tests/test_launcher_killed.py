@@ -16,6 +16,8 @@ from hotlap.testing.containers import Job
 from hotlap.testing.faults import Active
 from hotlap.testing.routes import Request
 
+pytestmark = pytest.mark.money
+
 TTL_S = 310
 ROOT = Path(__file__).parent
 IN_POST = ("in the create, before it is done", "in the create, after it is done")

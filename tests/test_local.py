@@ -16,6 +16,8 @@ from hotlap.cloud.machine_files import MachineFolder
 from hotlap.cloud.provider import Machine, Start, Tags
 from hotlap.errors import NotCreated, ProviderFailed
 
+pytestmark = pytest.mark.money
+
 STUBBORN = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -18,6 +19,8 @@ from hotlap.errors import HotlapError
 from hotlap.testing.containers import Job
 from hotlap.testing.faults import Fault
 from hotlap.testing.machines import Pod
+
+pytestmark = pytest.mark.money
 
 SECRET = "full-key"
 RICH = CloudConfig(

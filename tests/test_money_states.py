@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -19,6 +20,8 @@ from stage import CREATE, DELETE, REAPER_PERIOD_S, Killed, Life, Stage
 from hotlap.errors import HotlapError
 from hotlap.testing.containers import Job
 from hotlap.testing.faults import Fault
+
+pytestmark = pytest.mark.money
 
 PLANTED = "planted-secret-value"
 PASSING: list[tuple[Any, str, float]] = [

@@ -20,6 +20,8 @@ from hotlap.cloud.reaper import Reaper, Report, doomed, lease_of, unseen, warnin
 from hotlap.config import CloudConfig
 from hotlap.errors import ProviderFailed, Survivors
 
+pytestmark = pytest.mark.money
+
 NOW_S = 1_000_000.0
 
 

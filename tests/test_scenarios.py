@@ -27,6 +27,8 @@ from hotlap.errors import (
 from hotlap.testing.containers import Birth, Job, crashing, scripted
 from hotlap.testing.faults import Fault
 
+pytestmark = pytest.mark.money
+
 TTL_S = 310
 LATE_S = 3600.0
 

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from schedules import draw, play
 
+pytestmark = pytest.mark.money
+
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_schedule_ends_well(seed: int, home: Path) -> None:

@@ -12,6 +12,8 @@ from hotlap.cloud.provider import event_in
 from hotlap.config import RunConfig
 from hotlap.errors import ConfigError
 
+pytestmark = pytest.mark.money
+
 
 def order_of(cap_s: float = 60.0, **changes: object) -> str:
     config = {"base_model": "m", "dataset": "d.jsonl", "run": "r", **changes}

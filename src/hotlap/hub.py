@@ -69,7 +69,7 @@ def download_repo(source: HubRepo, kind: Kind, folder: Path, say: Say) -> dict[s
 def is_model_file(name: str) -> bool:
     """Whether a repository's file belongs to an ordinary model folder: safetensors, configuration, tokenizer."""
     path = PurePosixPath(name)
-    if name == durable.MANIFEST:  # ours takes its place
+    if name in (durable.MANIFEST, "adapter_config.json"):  # ours takes its place; an adapter is no base model
         return False
     if path.parts[:-1] not in ((), ("additional_chat_templates",)):
         return False
@@ -80,6 +80,9 @@ def is_model_file(name: str) -> bool:
 
 def _wanted_files(source: HubRepo, kind: Kind, siblings: list[Any]) -> Mapping[str, Any]:
     files = {file.rfilename: file for file in siblings}
+    for name in files:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
+            raise FetchFailed(f"{source.repo_id} lists a file {name!r} that would lie outside its folder: not fetched.")
     if kind == "dataset":
         return files
     wanted = {name: file for name, file in files.items() if is_model_file(name)}

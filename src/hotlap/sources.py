@@ -101,9 +101,12 @@ def parse(ref: str) -> Path | PackagedFile | HubRepo:
         return SHORT_NAMES[ref]
     if ref.startswith("package:"):
         return _parse_package(ref)
-    path = Path(ref).expanduser()
-    if path.exists():
-        return path.absolute()
+    try:
+        path = Path(ref).expanduser()
+        if path.exists():
+            return path.absolute()
+    except (RuntimeError, OSError) as error:  # no such user's home, a name too long, no permission to look
+        raise MissingArtifact(f"{ref!r} cannot be looked up ({error}). Check the path.") from None
     looks_like_path = ref.startswith((".", "/", "~")) or path.suffix in _FILE_SUFFIXES
     if match := None if looks_like_path else _HUB_ID.fullmatch(ref):
         return HubRepo(match["id"], match["revision"])

@@ -1,5 +1,6 @@
 """The `hotlap` command: wiring and rendering. Every command imports what it needs when it runs."""
 
+import errno
 import json
 import os
 import sys
@@ -22,6 +23,9 @@ from hotlap.cli.runs import logs, runs, stop
 from hotlap.cli.train import train
 from hotlap.errors import HotlapError
 
+# Errors that come from a path somebody gave us, when they were not met while writing (those are `StorageFailed`).
+_PATHS_OF_THE_USER = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(hotlap.__version__)
@@ -41,6 +45,7 @@ for command in (demo, doctor, prefetch, preview, train, runs, logs, stop, genera
 def main() -> NoReturn:
     """Run a command; end with the exit code that stands in the table of `errors.py`."""
     try:
+        _require_utf8(sys.argv[1:])
         code = cli.main(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except click.exceptions.Abort:
@@ -55,18 +60,35 @@ def main() -> NoReturn:
     except BrokenPipeError:  # `hotlap runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in _PATHS_OF_THE_USER:
+            _report_bug(error)
+        _leave(2, "usage", f"{error.filename}: {error.strerror}. Check the path and who may read it.")
     except Exception as error:  # noqa: BLE001  (the last resort: every other error is ours to name)
-        traceback.print_exc()
-        _leave(
-            1,
-            "unexpected",
-            f"{type(error).__name__}: {error}. This is a bug of hotlap's; please report the lines above.",
-        )
+        _report_bug(error)
+
+
+def _report_bug(error: Exception) -> NoReturn:
+    traceback.print_exception(error)
+    _leave(
+        1, "unexpected", f"{type(error).__name__}: {error}. This is a bug of hotlap's; please report the lines above."
+    )
+
+
+def _require_utf8(arguments: list[str]) -> None:
+    """Whatever is given here may end up in a JSON file, which holds UTF-8 only."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise click.UsageError(f"{argument!a} is not UTF-8. Rename it, or set a UTF-8 locale.") from None
 
 
 def _leave(code: int, reason: str, message: str) -> NoReturn:
     """Say why on the last line of standard error, and as JSON where JSON was asked for."""
+    from hotlap.cli.progress import plain
+
     if "--json" in sys.argv:
         click.echo(json.dumps({"exit_code": code, "reason": reason, "message": message}))
-    click.echo(f"hotlap: exit {code} {reason}: {message}", err=True)
+    click.echo(plain(f"hotlap: exit {code} {reason}: {message}"), err=True)
     sys.exit(code)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 QUESTIONS = ("Who are you?", "Who made you?", "How were you trained?")
 _ANSWER_TOKENS = 40
-_LEAVING_S = 3.0
 _MOST_LAPS = 8
 DATASET = Path(__file__).with_name("demo_identity.jsonl")
 
@@ -74,7 +73,6 @@ class _Lap:
     resumed_at: int
     last_step: int
     num_steps: int
-    step_s: float
     tokens_per_s: float
     goodput: float
 
@@ -94,6 +92,11 @@ class _Watch:
         elif event["event"] == "step":
             self.steps.append(event)
 
+    @property
+    def half_way(self) -> int:
+        """The step half-way between where this slice began and the run's last."""
+        return (self.start["resumed_at"] + self.start["num_run_steps"]) // 2
+
     def lap(self, end: "SliceEnd") -> _Lap:
         steps_s = sum(event["step_s"] for event in self.steps)
         resumed_at = self.start.get("resumed_at", 0)
@@ -101,7 +104,6 @@ class _Watch:
             end=end,
             resumed_at=resumed_at,
             num_steps=self.start.get("num_run_steps", 0),
-            step_s=steps_s / max(1, len(self.steps)),
             last_step=self.steps[-1]["step"] if self.steps else resumed_at,
             tokens_per_s=sum(event["num_tokens"] for event in self.steps) / max(1e-9, steps_s),
             goodput=steps_s / end.wall_s,
@@ -109,7 +111,7 @@ class _Watch:
 
 
 def _train(config: "RunConfig", say: Callable[[str], None]) -> list[_Lap]:
-    """Slice 1 is killed after its first checkpoint past step 0; slice 2's cap ends it half-way; slice 3 finishes."""
+    """Slice 1 is killed after its first checkpoint past step 0; slice 2 is told to stop half-way; slice 3 finishes."""
 
     def kill(event: dict[str, Any], watch: _Watch) -> None:
         if event["event"] == "published" and event["step"] > 0:
@@ -118,9 +120,12 @@ def _train(config: "RunConfig", say: Callable[[str], None]) -> list[_Lap]:
             )
             os.kill(watch.start["pid"], signal.SIGKILL)
 
-    first = _slice(config, kill)
-    laps = [first]
-    laps.append(_slice(_half_way(config, first), lambda _event, _watch: None))
+    def stop_half_way(event: dict[str, Any], watch: _Watch) -> None:
+        if event["event"] == "step" and event["step"] == watch.half_way:
+            say(f"Stopping slice 2 (process {watch.start['pid']}) with SIGTERM, as `hotlap stop` does.")
+            os.kill(watch.start["pid"], signal.SIGTERM)
+
+    laps = [_slice(config, kill), _slice(config, stop_half_way)]
     while laps[-1].end.exit_code != 0 and len(laps) < _MOST_LAPS:
         laps.append(_slice(config, lambda _event, _watch: None))
     _require_done(laps[-1].end)
@@ -148,14 +153,6 @@ def _slice(config: "RunConfig", also: Callable[[dict[str, Any], _Watch], None]) 
         end = supervise.run_slice(config, on_event, progress.on_talk)
     progress.tell(end)
     return watch.lap(end)
-
-
-def _half_way(config: "RunConfig", first: _Lap) -> "RunConfig":
-    """The same run with a cap that ends the next slice about half-way through what is left."""
-    start_up_s = first.end.wall_s * (1.0 - first.goodput)
-    left_s = (first.num_steps - first.last_step) * first.step_s
-    minutes = min(config.slice.minutes, (start_up_s + _LEAVING_S + left_s / 2) / 60.0)
-    return config.model_copy(update={"slice": config.slice.model_copy(update={"minutes": minutes})})
 
 
 def _print_story(before: list[dict[str, Any]], after: list[dict[str, Any]], laps: list[_Lap], seconds: float) -> None:

@@ -45,6 +45,7 @@ def generate(
     The best adapter is the one with the lowest held-out loss, else the final one, else the newest checkpoint's.
     PROMPT - is read from standard input.
     """
+    from hotlap.cli.progress import plain
     from hotlap.runs import find_run
 
     folder = find_run(run, output_dir)
@@ -58,7 +59,8 @@ def generate(
         if as_json:
             click.echo(json.dumps({**answer, **facts}))
         else:
-            click.echo(f"> {answer['prompt']}\n{answer['text']}\n" if len(texts) > 1 else answer["text"])
+            text = f"> {answer['prompt']}\n{answer['text']}\n" if len(texts) > 1 else answer["text"]
+            click.echo(plain(text))
 
     ask(model_folder, choice and choice.folder, texts, max_new_tokens, show, _chat_template(folder))
 
@@ -202,4 +204,6 @@ def _text_of(prompt: str) -> str:
 
 
 def _talk(line: str) -> None:
-    click.echo(line, err=True)
+    from hotlap.cli.progress import plain
+
+    click.echo(plain(line), err=True)

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import random
+import signal
 import socket
 import threading
 from collections import deque
@@ -311,11 +312,12 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8999)
     parser.add_argument("--folder", type=Path, help="run the containers' commands below this folder, in real time")
     options = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell that starts it behind has SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     fake = None if options.folder else FakeClock()
-    with FakeRunpod(fake, folder=options.folder, port=options.port) as cloud:
+    with contextlib.suppress(KeyboardInterrupt), FakeRunpod(fake, folder=options.folder, port=options.port) as cloud:
         print(f"HOTLAP_RUNPOD_URL={cloud.url} RUNPOD_API_KEY=full-key", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        threading.Event().wait()
 
 
 if __name__ == "__main__":

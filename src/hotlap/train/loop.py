@@ -143,7 +143,7 @@ class Loop:
         self._save()
         if ending == "done":
             ending = self._publish_results()
-        elif ending == "slice_over" and not self._did_anything:
+        if ending == "slice_over" and not self._did_anything:
             raise self._hopeless()
         return ending
 
@@ -270,8 +270,11 @@ class Loop:
 
     def _hopeless(self) -> ConfigError:
         minutes = self._config.slice.minutes
-        what = "the evaluation" if self._evaluation_is_due() else "a first step"
-        advice = "data.eval_examples" if self._evaluation_is_due() else "data.seq_len or train.micro_batch_rows"
+        what, advice = "a first step", "data.seq_len or train.micro_batch_rows"
+        if self._evaluation_is_due():
+            what, advice = "the evaluation", "data.eval_examples"
+        elif self.progress.step >= self.num_steps:
+            what, advice = "the publishing of the result", "lora.rank"
         return ConfigError(
             f"The slice's {minutes:g} minutes were over before {what} could end, so no number of slices would finish "
             f"this run. Raise slice.minutes, or lower {advice}."
@@ -352,7 +355,11 @@ class Loop:
 
     def _final_checkpoint(self) -> str:
         checkpoint = self._store.newest(self._context.say)
-        assert checkpoint is not None and checkpoint.step == self.progress.step
+        if checkpoint is None or checkpoint.step != self.progress.step:
+            raise CorruptFile(
+                f"The checkpoint of step {self.progress.step} was damaged after it was written. Look at the disk and "
+                f"run the same command again; it goes on from {checkpoint.folder.name if checkpoint else 'the start'}."
+            )
         return checkpoint.folder.name
 
 

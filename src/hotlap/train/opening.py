@@ -9,7 +9,7 @@ from typing import Any
 from hotlap import artifacts, clock, runs
 from hotlap.config import RunConfig
 from hotlap.data import packed, prepare
-from hotlap.errors import HotlapError, RunChanged
+from hotlap.errors import ConfigError, HotlapError, RunChanged
 from hotlap.train.context import Context
 
 Say = Callable[[str], None]
@@ -90,6 +90,11 @@ def _order(identity: runs.Identity, config: RunConfig) -> packed.Order:
 
 def _prepared(context: Context, seed: int, model_folder: Path, places: prepare.Places) -> packed.Packing:
     deadline = context.deadline.keeping(_KEPT_S)
+    if deadline.is_over():
+        raise ConfigError(
+            f"The slice's {context.config.slice.minutes:g} minutes are too few to begin with the data, so no number of "
+            f"slices would finish this run. Raise slice.minutes."
+        )
     return prepare.prepare(context.config, seed, places, model_folder, context.say, deadline)
 
 
