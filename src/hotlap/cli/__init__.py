@@ -20,6 +20,7 @@ from hotlap.cli.prefetch import prefetch
 from hotlap.cli.preview import preview
 from hotlap.cli.reap import reap
 from hotlap.cli.runs import logs, runs, stop
+from hotlap.cli.speedrun import speedrun
 from hotlap.cli.train import train
 from hotlap.errors import HotlapError
 
@@ -38,7 +39,24 @@ def cli() -> None:
     """
 
 
-for command in (demo, doctor, prefetch, preview, train, runs, logs, stop, generate, launch, machines, reap, budget):
+COMMANDS = (
+    demo,
+    doctor,
+    prefetch,
+    preview,
+    train,
+    runs,
+    logs,
+    stop,
+    generate,
+    launch,
+    machines,
+    reap,
+    budget,
+    speedrun,
+)
+
+for command in COMMANDS:
     cli.add_command(command)
 
 
