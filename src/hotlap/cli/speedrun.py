@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from hotlap.errors import DONE, MissingArtifact, PinMismatch
+from hotlap.errors import DONE, NOT_PROVEN, MissingArtifact, PinMismatch
 
-NOT_PROVEN = 8
 _COLUMNS = ("track", "version", "target", "metric", "base_model", "hardware", "sha256")
 _STANDINGS = ("track", "rank", "time_s", "score", "author", "description", "report")
 
@@ -159,7 +158,10 @@ def verify(folder: Path, num_runs: int, contest: Path, as_json: bool) -> int:
         click.echo(f"{decision['verdict']}: {summary['time_seconds_mean']:.2f} s, score {summary['score_mean']}")
         for reason in decision["reasons"]:
             click.echo(plain(f"  {reason}"))
-    return DONE if decision["verdict"] == "pass" else NOT_PROVEN
+    if decision["verdict"] == "pass":
+        return DONE
+    _say(f"hotlap: exit {NOT_PROVEN} {decision['verdict']}: {decision['reasons'][0]}")
+    return NOT_PROVEN
 
 
 @speedrun.command(

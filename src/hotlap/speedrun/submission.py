@@ -147,7 +147,7 @@ def _check_text(path: Path, folder: Path) -> list[Finding]:
     except UnicodeDecodeError:
         return [Finding("refused", place, "is not UTF-8 text")]
     found: list[Finding] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
         if tricks := sorted({_name_of(char) for char in line if _is_trick(char)}):
             found.append(Finding("refused", f"{place}:{number}", f"hides something: {', '.join(tricks)}"))
     return found + (_check_code(text, place) if path.suffix == ".py" else [])
