@@ -51,7 +51,10 @@ def logged(
         "rules": rules,
         "submission": {
             "name": name,
-            "author": "Ada <b>", "github": "ada", "description": description, "technique": "t",
+            "author": "Ada <b>",
+            "github": "ada",
+            "description": description,
+            "technique": "t",
             "code_sha256": durable.sha256_bytes(name.encode()),
         },
         "date": "2026-11-30T10:00:00Z",

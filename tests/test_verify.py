@@ -92,62 +92,82 @@ def _check_what_is_left(
 NAME = "base_model.model.model.layers.0.mlp.down_proj"
 
 
-def adapter_code(value: float, extra: str = "") -> str:
-    """A `train.py` that writes an adapter of constants, whose A depends on the seed."""
-    plain = {f"{NAME}.lora_A.weight": floats(2, 64, value=0.0), f"{NAME}.lora_B.weight": floats(32, 2, value=value)}
-    start = safetensors(plain)
-    cut = len(start) - 4 * (2 * 64 + 32 * 2)
+WRITER = """
+import argparse, json, os, struct, sys
+
+p = argparse.ArgumentParser()
+for name in ("--data-dir", "--output-dir", "--seed"):
+    p.add_argument(name)
+given = p.parse_args()
+seed, out = int(given.seed), given.output_dir
+
+
+def write(value):
+    with open(out + "/adapter_model.safetensors", "wb") as file:
+        file.write(HEAD + struct.pack("<f", seed / 100) * 128 + struct.pack("<f", value) * 64)
+    with open(out + "/adapter_config.json", "w") as file:
+        json.dump(CONFIG, file)
+
+
+"""
+
+
+def writing(what: str) -> str:
+    """A `train.py` without torch: `write(value)` writes an adapter of constants whose A depends on the seed."""
+    plain = safetensors({f"{NAME}.lora_A.weight": floats(2, 64), f"{NAME}.lora_B.weight": floats(32, 2)})
+    head = plain[: len(plain) - 4 * (2 * 64 + 32 * 2)]
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 2, "target_modules": ["down_proj"]}
-    return (
-        "import argparse, json, os, struct, sys\n"
-        "p = argparse.ArgumentParser()\n"
-        "for name in ('--data-dir', '--output-dir', '--seed'):\n    p.add_argument(name)\n"
-        "given = p.parse_args()\n"
-        f"head = {start[:cut]!r}\n"
-        "a = struct.pack('<f', float(given.seed) / 100) * 128\n"
-        f"b = struct.pack('<f', {value}) * 64\n"
-        "out = given.output_dir\n"
-        "open(out + '/adapter_model.safetensors', 'wb').write(head + a + b)\n"
-        f"open(out + '/adapter_config.json', 'w').write({json.dumps(config)!r})\n" + extra
-    )
+    return WRITER.replace("HEAD", repr(head)).replace("CONFIG", repr(config)) + what
 
 
-def verdict_of(contest: Path, code: str, num_runs: int = 1) -> dict[str, Any]:
-    folder = written_submission(contest, code)
-    return verify.verify(contest, folder, micro(contest), num_runs, sources(), no_talk)
+MISDEEDS = """
+if seed == 11:
+    sys.exit(3)
+if seed == 12:
+    print("done")
+if seed == 13:
+    write(0.5)
+    open(out + "/adapter_model.bin", "wb").write(b"x")
+if seed == 14:
+    write(0.5)
+    open(out + "/b.safetensors", "wb").write(b"x")
+if seed == 15:
+    write(0.5)
+    os.rename(out + "/adapter_model.safetensors", "/tmp/a")
+    os.symlink("/tmp/a", out + "/adapter_model.safetensors")
+if seed == 16:
+    write(float("inf"))
+if seed == 17:
+    write(0.0)
+"""
+
+REASONS = [
+    "run 1: it ended with code 3",
+    "run 2: adapter_config.json is missing",
+    "run 3: 'adapter_model.bin' (file) has no place",
+    "run 4: 'b.safetensors' (file) has no place",
+    "run 5: 'adapter_model.safetensors' (special) has no place",
+    "run 6: adapter_model.safetensors: 'base_model.model.model.layers.0.mlp.down_proj.lora_B.weight' holds a value",
+    "run 7: the adapter changes nothing",
+]
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("raise SystemExit(3)\n", "it ended with code 3"),
-        ("print('done')\n", "adapter_model.safetensors is missing"),
-        (adapter_code(0.5, "open(out + '/adapter_model.bin', 'wb').write(b'x')\n"), "'adapter_model.bin' (file)"),
-        (adapter_code(0.5, "open(out + '/b.safetensors', 'wb').write(b'x')\n"), "'b.safetensors' (file)"),
-        (
-            adapter_code(
-                0.5,
-                "os.rename(out + '/adapter_model.safetensors', '/tmp/a')\n"
-                "os.symlink('/tmp/a', out + '/adapter_model.safetensors')\n",
-            ),
-            "adapter_model.safetensors' (special)",
-        ),
-        (adapter_code(float("inf")).replace("inf)", "float('inf'))"), "not finite"),
-        (adapter_code(0.0), "the adapter changes nothing"),
-    ],
-    ids=["code", "nothing", "pickle", "second", "link", "infinite", "idle"],
-)
-def test_what_fails_a_submission(code: str, reason: str, contest: Path) -> None:
-    report = verdict_of(contest, code)
+def test_what_fails_a_submission(contest: Path) -> None:
+    """One misdeed a run: the seed, which the test draws, says which."""
+    folder = written_submission(contest, writing(MISDEEDS))
+    report = verify.verify(contest, folder, micro(contest), 7, sources(), no_talk)
     assert report["decision"]["verdict"] == "fail"
-    assert reason in report["decision"]["reasons"][0]
+    first_of_run = {reason.partition(":")[0]: reason for reason in reversed(report["decision"]["reasons"])}
+    for number, expected in enumerate(REASONS, start=1):
+        assert first_of_run[f"run {number}"].startswith(expected)
+    assert [run["score"] is None for run in report["runs"]] == [True] * 6 + [False]
     (row,) = records.read(contest, micro(contest))
     assert row["verdict"] == "fail"
     assert "002-bob (fail)" in (contest / "records" / "LEADERBOARD.md").read_text()
 
 
 def test_a_score_below_the_target_fails_and_exits_8(contest: Path) -> None:
-    folder = written_submission(contest, adapter_code(0.001))
+    folder = written_submission(contest, writing("write(0.001)\n"))
     command = [sys.executable, "-m", "hotlap", "speedrun", "verify", str(folder), "--runs", "1"]
     done = subprocess.run(command, cwd=contest, capture_output=True, text=True, timeout=300)
     assert done.returncode == 8, done.stderr
@@ -157,15 +177,15 @@ def test_a_score_below_the_target_fails_and_exits_8(contest: Path) -> None:
 
 
 def test_a_run_sees_the_public_layout_and_no_test_rows(contest: Path) -> None:
-    code = adapter_code(
-        0.5,
+    code = writing(
         "found = sorted(os.path.join(top, name) for top, _, names in os.walk('/cache') for name in names)\n"
         "print(json.dumps([os.getcwd(), found, sorted(os.listdir('/repo')), sorted(os.listdir('/repo/harness')),"
         " os.environ['LORA_SPEEDRUN_SPEC'], open(given.data_dir + '/train.jsonl').read().count('\\n'),"
         " os.path.exists(os.environ['LORA_SPEEDRUN_SPEC']), given.data_dir, given.output_dir]))\n"
         "sys.exit(9)\n",
     )
-    verdict_of(contest, code)
+    folder = written_submission(contest, code)
+    verify.verify(contest, folder, micro(contest), 1, sources(), no_talk)
     (attempt,) = (contest / "records" / "micro" / "attempts").iterdir()
     told = json.loads((attempt / "run-1" / "train.log").read_text().splitlines()[-1])
     cwd, found, repo, harness, spec, num_rows, has_spec, data_dir, output_dir = told

@@ -110,19 +110,20 @@ def require_machine(track: Track) -> None:
 
 def _finished_or_run(verification: Verification, number: int) -> dict[str, Any]:
     folder = verification.run_folder(number)
-    if (folder / "result.json").is_file():
+    path = folder / "result.json"
+    if path.is_file():
         verification.say(f"run {number}: done before")
-        return json.loads((folder / "result.json").read_bytes())
+        return json.loads(path.read_bytes())
     if folder.exists():
         durable.remove_tree(folder)
     seed = _seed(verification, number)
     durable.make_dirs(folder)
     result = _run_once(verification, number, seed)
-    durable.replace(folder / "result.json", (json.dumps(result, indent=1, sort_keys=True) + "\n").encode())
+    durable.replace(path, (json.dumps(result, indent=1, sort_keys=True) + "\n").encode())
     for name in ("train", "evaluation", "adapter", "inputs"):
         if (folder / name).exists():
             durable.remove_tree(folder / name)
-    return result
+    return json.loads(path.read_bytes())
 
 
 def _seed(verification: Verification, number: int) -> int:
