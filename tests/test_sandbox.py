@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -238,7 +240,7 @@ def test_a_daemon_does_not_outlive_it(tmp_path: Path) -> None:
 def test_its_time_ends_whatever_it_ignores(tmp_path: Path) -> None:
     code = """
         import os, signal, time
-        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
             signal.signal(number, signal.SIG_IGN)
         os.fork()
         print("going on", flush=True)
@@ -401,6 +403,44 @@ def _with_argument(marker: str) -> list[str]:
         except OSError:
             continue
     return found
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="whoever is not root runs every other test this way")
+def test_it_locks_in_as_an_ordinary_user_too(tmp_path: Path) -> None:
+    """With the system's Python and in a folder of its own: pytest's are closed to that user."""
+    if not Path("/usr/bin/python3").exists() or not shutil.which("setpriv"):
+        pytest.skip("needs /usr/bin/python3 and setpriv")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        for part in ("root", "out"):
+            (folder / part).mkdir()
+            shutil.chown(folder / part, 65534, 65534)
+        shutil.copy(jail.__file__, folder / "jail.py")
+        code = """
+            import os, time
+            made = 0
+            try:
+                for _ in range(100):
+                    if os.fork() == 0:
+                        time.sleep(600)
+                    made += 1
+            except OSError:
+                print(made, os.getuid(), os.path.exists("/proc/1/fd/0"), os.access("/usr", os.W_OK))
+        """
+        argv = ("/usr/bin/python3", "-I", "-S", "-c", dedent(code))
+        program = Program(argv, "/", {}, (), {})
+        plan = sandbox._plan(program, Bounds(60.0, 64 * MIB, 12, 1), folder)  # pyright: ignore[reportPrivateUsage]
+        system = [bind for bind in plan["binds"] if bind[1] in ("/usr", "/bin", "/lib", "/lib64")]
+        (folder / "plan.json").write_text(json.dumps({**plan, "binds": system}))
+        user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "/usr/bin/python3", "-I", "-S"]
+        command = [*user, str(folder / "jail.py"), str(folder / "plan.json")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    locked, result = (json.loads(line) for line in done.stdout.splitlines())
+    assert tuple(locked["protections"]) == ALL
+    made, user_inside, sees_warden, can_write = done.stderr.split()
+    assert 5 <= int(made) < 12 and (user_inside, sees_warden, can_write) == ("1000", "False", "False")
+    assert result["exit_code"] == 0 and result["num_left_behind"] == int(made)
 
 
 def test_a_machine_that_cannot_give_a_protection_is_refused(tmp_path: Path) -> None:
