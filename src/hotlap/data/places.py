@@ -30,13 +30,15 @@ class Container:
 JSON_LINES = Container("JSON lines", records.json_lines)
 JSON_ARRAY = Container("a JSON array", records.json_array)
 CSV = Container("CSV", records.csv_rows)
+TSV = Container("tab-separated CSV", records.tsv_rows)
 TEXT = Container("plain text, an example a paragraph", records.paragraphs)
 PARQUET = Container("Parquet", tables.parquet_rows, "row")
 ARROW = Container("Arrow", tables.arrow_rows, "row")
 
 _BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), JSON_LINES),
-    **dict.fromkeys((".csv", ".tsv"), CSV),
+    ".csv": CSV,
+    ".tsv": TSV,
     **dict.fromkeys((".txt", ".md"), TEXT),
     ".parquet": PARQUET,
     ".arrow": ARROW,
