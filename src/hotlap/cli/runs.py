@@ -189,7 +189,9 @@ def _end_rented(run: str) -> list[dict[str, Any]]:
         click.echo(text, err=True)
 
     patience = Patience(_PROOF_PATIENCE_S, clock.monotonic_s, clock.sleep_s, say=say)
-    closed = launches.stop(name, Ledger(settings), lambda each: rental.open_provider(each, settings), patience, say)
+    closed = launches.stop(
+        name, Ledger(settings), settings, lambda each: rental.open_provider(each, settings), patience, say
+    )
     for lease in closed:
         say(f"machine {lease.machine_id or 'unseen'}: lease {lease.lease_id} is {lease.state}, {lease.amount.text()}")
     keys = ("lease_id", "machine_id", "state", "gpu_s", "usd_micros")

@@ -156,7 +156,8 @@ class LocalProvider:
         tags = read_tags(facts["env"], facts["created_at_s"])
         problems = list(tags.problems)
         state: State = "running"
-        if folder.dead():
+        dead = folder.dead()
+        if dead:
             state = "exited"
         elif folder.guardian_pid() is None and not folder.dead():
             state = "error"
@@ -173,6 +174,7 @@ class LocalProvider:
             usd_micros_per_hour=facts["usd_micros_per_hour"],
             is_up=state == "running",
             problems=tuple(problems),
+            ended_at_s=dead["at_s"] if dead else None,
         )
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from hotlap import durable
 from hotlap.cloud import receipts
-from hotlap.cloud.launcher import CLOCK_STEP_S, JOB_MARGIN_S
-from hotlap.cloud.lease import Lease, overdue_s
+from hotlap.cloud.launcher import JOB_MARGIN_S
+from hotlap.cloud.lease import Lease
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.money import ttl_s, usd, worst_rate
-from hotlap.cloud.proof import Evidence, Patience, end_all
+from hotlap.cloud.proof import Evidence, Patience, end_all, last_bill
 from hotlap.cloud.provider import NAME_PREFIX, Listing, ListingBroken, Machine, Provider
 from hotlap.config import CloudConfig, hotlap_home
 from hotlap.errors import ProviderFailed, Survivors
@@ -216,12 +216,9 @@ class Reaper:
         lease = self._ledger.lease(lease_id)
         if lease is None or not lease.is_open:
             return
-        ended_s = max(evidence.absent_at_s[0] for evidence in dead.values()) + CLOCK_STEP_S
-        if not any(evidence.was_listed or evidence.accepted_at_s for evidence in dead.values()):
-            # It was gone before this pass, ended by itself or by another reaper; it cannot have outlived that.
-            ended_s = min(ended_s, lease.not_after_s + overdue_s(self._settings))
-            price = price or worst_rate(lease.rate).usd_micros_per_hour
-        closed = self._ledger.settle(lease_id, ended_s, price, outcome="reaped", note="closed by the reaper")
+        listed = [machine for machine, _ in report.doomed]
+        at_s, price = last_bill(lease, dead, listed, price, self._settings)
+        closed = self._ledger.settle(lease_id, at_s, price, outcome="reaped", note="closed by the reaper")
         self._note(report, closed, {ident: evidence.as_json() for ident, evidence in dead.items()})
 
     def _close_nameless(self, report: Report, gone: Sequence[Lease]) -> None:
