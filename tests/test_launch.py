@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 
 from hotlap import clock
 from hotlap.cli import cli, doctor_money
+from hotlap.cloud import launches
 from hotlap.cloud.lease import Lease
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import LocalProvider
@@ -266,6 +268,31 @@ def test_a_dry_run_and_refusals_rent_nothing(
     monkeypatch.setenv("HOTLAP_SERVING", "1")
     assert inside(*args).reason == "guard"
     assert not list((home / "machines").glob("*")) and Ledger(CloudConfig()).leases_of("tiny") == []
+
+
+def test_names_of_strangers_are_no_markup(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RUNPOD_API_KEY", raising=False)
+    folder = home / "machines" / "local-0"
+    folder.mkdir(parents=True)
+    word = {"host": socket.gethostname(), "pid": 1, "birth": "x", "boot": "y"}
+    (folder / "guardian.json").write_text(json.dumps(word))
+    env = {"HOTLAP_LEASE": "a", "HOTLAP_OWNER": "[/red]\x1b[2J", "HOTLAP_NOT_AFTER": "[/b]"}
+    facts = {"machine_id": "local-0", "name": "hotlap-a", "created_at_s": 1.0, "usd_micros_per_hour": 0, "env": env}
+    (folder / "machine.json").write_text(json.dumps(facts))
+    told = inside("machines").stdout
+    assert "[/red]\N{REPLACEMENT CHARACTER}[2J" in told and "'[/b]' cannot be read" in told
+    (home / "machines" / "local-1").mkdir()
+    (home / "machines" / "local-1" / "guardian.json").write_text("{")
+    result = CliRunner().invoke(cli, ["machines"])
+    assert "local-0" in result.stdout and "local-1 are damaged" in str(result.exception)
+
+
+def test_a_damaged_word_of_a_launcher_is_no_word(home: Path) -> None:
+    for text in ("", "[]", "{}", '{"boot": 1, "pid": "x"}'):
+        launches.launch_file("tiny").parent.mkdir(parents=True, exist_ok=True)
+        launches.launch_file("tiny").write_text(text)
+        assert launches.supervisor("tiny") is None
+        launches.require_no_other("tiny")
 
 
 def test_money_commands_on_an_empty_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

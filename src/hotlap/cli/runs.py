@@ -68,12 +68,16 @@ def _slice_row(state: "SliceState") -> dict[str, Any]:
 def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    from hotlap.cli.progress import plain
 
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column.replace("_", " "), justify="left" if column in ("name", "state", "ending") else "right")
     for row in rows:
-        table.add_row(*(_cell(row[column]) for column in columns))
+        # As `Text`, for strangers name machines, and markup is a language too.
+        table.add_row(*(Text(plain(_cell(row[column]))) for column in columns))
     console = Console(highlight=False)
     console.width = console.width if console.is_terminal else 240
     console.print(table)

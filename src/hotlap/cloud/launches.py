@@ -42,6 +42,8 @@ def supervisor(run: str) -> int | None:
         is_it = word["boot"] == clock.boot_id() and clock.process_birth(word["pid"]) == word["birth"]
     except (FileNotFoundError, ProcessLookupError):
         return None
+    except (ValueError, KeyError, TypeError):  # a damaged word is no word; the ledger still knows the machines
+        return None
     return word["pid"] if is_it else None
 
 

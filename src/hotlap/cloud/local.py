@@ -14,7 +14,7 @@ from pathlib import Path
 from hotlap import clock, durable
 from hotlap.cloud import guardian
 from hotlap.cloud.machine_files import MachineFolder
-from hotlap.cloud.provider import Listing, LogPage, Machine, Offer, Start, State, Tags, Traits, read_tags
+from hotlap.cloud.provider import Listing, ListingBroken, LogPage, Machine, Offer, Start, State, Tags, Traits, read_tags
 from hotlap.config import LocalConfig, hotlap_home
 from hotlap.errors import AmbiguousCreate, NotCreated, ProviderFailed
 
@@ -107,12 +107,23 @@ class LocalProvider:
         return self._machine(folder)
 
     def machines(self) -> Listing:
-        found: list[Machine] = []
+        found, damaged = list[Machine](), list[Path]()
         for path in sorted(self._folder.glob("local-*")):
-            with contextlib.suppress(FileNotFoundError):  # ended in between
+            try:
                 if (folder := MachineFolder(path)).is_here():
                     found.append(self._machine(folder))
-        return Listing(clock.wall_s(), tuple(found))
+            except FileNotFoundError:  # ended in between
+                continue
+            except (ValueError, KeyError, TypeError):
+                damaged.append(path)
+        listing = Listing(clock.wall_s(), tuple(found))
+        if damaged:
+            raise ListingBroken(
+                f"The files of {damaged[0]} are damaged, so what it is cannot be told. See that nothing of it runs "
+                f"any more, and remove the folder.",
+                listing,
+            )
+        return listing
 
     def terminate(self, machine_id: str) -> bool:
         """Waits for the reaping, and removes the machine's folder after it: absence is proof."""
