@@ -131,6 +131,17 @@ def test_mixed_data_sets_stand_as_often_as_they_weigh(f4: Path, tmp_path: Path) 
     assert again.train.fingerprint != both.train.fingerprint
 
 
+def test_what_a_weight_leaves_out_is_told(f4: Path, tmp_path: Path) -> None:
+    one = write_jsonl(tmp_path / "one.jsonl", f3_rows(8))
+    two = write_jsonl(tmp_path / "two.jsonl", f3_rows(3))
+    said: list[str] = []
+    both = pack(one, f4, mix=(two,), said=said, weight=0.75, **{"data.mix": [{"dataset": str(two), "weight": 0.1}]})
+    assert both.train.num_examples == 6 and both.train.facts.num_unweighted == 2 + 3
+    assert "Train: Left out 5 examples by weights below 1." in said
+    with pytest.raises(BadData, match="can be used: weights below 1 leave out 3, so raise"):
+        pack(two, f4, weight=0.1)
+
+
 def test_two_parts_of_one_folder_are_two_sources(f4: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()

@@ -253,6 +253,7 @@ class _Build:
             seq_len=seq_len,
             num_read=num_read - num_held_out if is_trained else num_held_out,
             num_pruned=self._choice.num_pruned if is_trained else 0,
+            num_unweighted=self._choice.num_unweighted if is_trained else 0,
             num_rewritten=sum(each.facts.num_rewritten for each in self._tokenized),
             forms=dict(sum((Counter(each.facts.forms) for each in self._tokenized), Counter[str]())),
             left_out=left_out,
@@ -334,6 +335,8 @@ def _require_rows(part: _Part, facts: Facts) -> None:
             f"{count:,} of {facts.num_read:,} are longer than data.seq_len, {facts.seq_len:,} tokens; "
             f"{way_out} has {fewest:,}, so set data.seq_len to that at least"
         )
+    if facts.num_unweighted:
+        reasons.append(f"weights below 1 leave out {facts.num_unweighted:,}, so raise data.weight or that of data.mix")
     for entry in facts.no_answer:
         reasons.append(
             f"{entry.count:,} of {facts.num_read:,} have no assistant's message to train ({entry.where}), "
