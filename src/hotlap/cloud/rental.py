@@ -1,5 +1,6 @@
 """From a run's configuration to slices on rented machines: the provider, the offers, the job, and the chain."""
 
+import contextlib
 import getpass
 import os
 import sys
@@ -63,7 +64,9 @@ def all_traits() -> list[Traits]:
 
 
 def owner_of(settings: CloudConfig) -> str:
-    return settings.reaper.owner or getpass.getuser()
+    with contextlib.suppress(KeyError, OSError):  # a container's user need not have a name
+        return settings.reaper.owner or getpass.getuser()
+    return f"uid-{os.getuid()}"
 
 
 def offers_for(provider: Provider, gpus: Sequence[str], volume_id: str | None = None) -> list[Offer]:

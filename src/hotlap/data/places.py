@@ -89,7 +89,12 @@ def _is_array(head: bytes) -> bool:
 
 def _in_folder(folder: Path, pattern: str | None) -> list[Path]:
     if pattern is not None:
-        paths = sorted(path for path in folder.glob(pattern) if path.is_file())
+        try:
+            paths = sorted(path for path in folder.glob(pattern) if path.is_file())
+        except (ValueError, NotImplementedError) as error:
+            raise BadData(
+                f"data.files = {pattern!r} is no pattern for files below {folder}: {error}. Write it like data/train-*."
+            ) from None
         if not paths:
             raise BadData(f"{folder} has no file that fits data.files = {pattern!r}. It has {_listed(folder)}.")
         return paths
