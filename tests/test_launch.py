@@ -16,14 +16,14 @@ from click.testing import CliRunner
 
 from hotlap import clock
 from hotlap.cli import cli, doctor_money
-from hotlap.cloud import launches
+from hotlap.cloud import launches, rental
 from hotlap.cloud.lease import Lease
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.proof import Patience
 from hotlap.cloud.reaper import Reaper
 from hotlap.cloud.secrecy import redactor
-from hotlap.config import CloudConfig
+from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import BudgetRefused, HotlapError
 
 pytestmark = pytest.mark.money
@@ -37,7 +37,7 @@ from pathlib import Path
 from hotlap.cloud import launcher, local, money, receipts
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.provider import Start
-from hotlap.config import CloudConfig
+from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import BudgetRefused, HotlapError
 
 launcher.JOB_MARGIN_S = money.SHUTDOWN_S = 0.0
@@ -268,6 +268,23 @@ def test_a_dry_run_and_refusals_rent_nothing(
     monkeypatch.setenv("HOTLAP_SERVING", "1")
     assert inside(*args).reason == "guard"
     assert not list((home / "machines").glob("*")) and Ledger(CloudConfig()).leases_of("tiny") == []
+
+
+def test_a_local_machine_finds_every_place_and_keeps_the_run_s_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "d.jsonl", "e.jsonl", "t.jinja", "m.jsonl"):
+        Path(name).touch()
+    data = {"eval_dataset": "e.jsonl", "chat_template": "t.jinja", "mix": [{"dataset": "m.jsonl"}, {"dataset": "a/b"}]}
+    config = RunConfig.model_validate({"base_model": "model", "dataset": "d.jsonl", "data": data})
+    job = rental.job_of(config, LocalProvider(), None, None)
+    sent = RunConfig.model_validate(json.loads(job.start.argv[-1])["config"])
+    assert job.run == sent.run_name == config.run_name
+    assert sent.output_dir == str(tmp_path / "runs")
+    assert (sent.base_model, sent.dataset) == (str(tmp_path / "model"), str(tmp_path / "d.jsonl"))
+    assert (sent.data.eval_dataset, sent.data.chat_template) == (str(tmp_path / "e.jsonl"), str(tmp_path / "t.jinja"))
+    assert [item.dataset for item in sent.data.mix] == [str(tmp_path / "m.jsonl"), "a/b"]
 
 
 def test_names_of_strangers_are_no_markup(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
