@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from money import make_lease
 
 from hotlap import clock
 from hotlap.cli import cli, doctor_money
@@ -24,7 +25,7 @@ from hotlap.cloud.proof import Patience
 from hotlap.cloud.reaper import Reaper
 from hotlap.cloud.secrecy import redactor
 from hotlap.config import CloudConfig, RunConfig
-from hotlap.errors import BudgetRefused, HotlapError
+from hotlap.errors import BudgetRefused, HotlapError, Survivors
 
 pytestmark = pytest.mark.money
 
@@ -302,6 +303,17 @@ def test_names_of_strangers_are_no_markup(home: Path, monkeypatch: pytest.Monkey
     (home / "machines" / "local-1" / "guardian.json").write_text("{")
     result = CliRunner().invoke(cli, ["machines"])
     assert "local-0" in result.stdout and "local-1 are damaged" in str(result.exception)
+
+
+def test_a_local_machine_of_another_home_is_not_taken_for_dead(home: Path) -> None:
+    ledger = Ledger(CloudConfig())
+    lease = ledger.hold(make_lease(began_s=time.time(), not_after_s=int(time.time()) + 100))
+    ledger.note_machine(lease.lease_id, "local-0")
+    words: list[str] = []
+    patience = Patience(1.0, clock.monotonic_s, clock.sleep_s)
+    with pytest.raises(Survivors, match=r"local-0 of run-a+ is a local one of another home"):
+        launches.stop(lease.run, ledger, CloudConfig(), lambda _name: LocalProvider(), patience, words.append)
+    assert [each.lease_id for each in ledger.open_leases()] == [lease.lease_id]
 
 
 def test_a_damaged_word_of_a_launcher_is_no_word(home: Path) -> None:

@@ -89,6 +89,12 @@ def _end(
     victims = {
         each.machine_id: each.created_at_s for each in listing.machines if each.name == NAME_PREFIX + lease.lease_id
     }
+    if not victims and lease.provider == "local" and not receipts.receipt_path(lease.lease_id).exists():
+        # Its absence here proves nothing: a ledger may be shared, a local machine is seen from its own home only.
+        raise Survivors(
+            f"{lease.machine_id or 'A machine'} of {lease.run} is a local one of another home or computer. Run hotlap "
+            f"stop {lease.run} there; it ends by itself at {clock.utc_text(lease.not_after_s)}."
+        )
     victims |= {ident: lease.began_s for ident in (lease.machine_id or "").split(",") if ident and ident not in victims}
     if not victims:
         say(f"Lease {lease.lease_id} has no machine so far; hotlap reap goes on looking, and it stays charged.")
