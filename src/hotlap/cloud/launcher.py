@@ -129,7 +129,16 @@ class Launcher:
                 except RateLimited as error:
                     refusal = error
                     self._nap(error.retry_after_s)
+                    if self.is_stopped:
+                        break
+            if self.is_stopped:
+                break
         raise refusal
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody asked to stop, after which nothing more is rented."""
+        return self._stops.is_asked()
 
     def _rent(self, job: Job, offer: Offer) -> LeaseEnd:
         listing = self._provider.machines()
