@@ -209,7 +209,7 @@ def chain(
         ends.append(launcher.launch(job, offers))
         on_end(ends[-1])
         code, reason, message = answer_of(ends[-1])
-        if (code, reason) != (SLICE_OVER, "slice_over") or launcher.is_stopped:
+        if (code, reason) != (SLICE_OVER, "slice_over") or launcher.stops.is_asked():
             break
     else:
         code, reason, message = answer_of(ends[-1])
