@@ -1,8 +1,7 @@
 """A small GPT trained from scratch for a fixed number of charged seconds: one file, one run, one JSON result.
 
-It stands alone and reads from top to bottom: axes, data, floors, model, optimizers, schedule, clock, training,
-validation, machine, run, command line. `docs/gpt.md` says how to use it. Letters in the names of tensors: B rows, T
-positions, D model width, V symbols.
+It stands alone and reads from top to bottom; `docs/gpt.md` says how to use it. Letters in the names of tensors: B rows,
+T positions, D model width, V symbols.
 """
 
 import argparse
@@ -38,6 +37,7 @@ Ints = npt.NDArray[np.int64]
 Config = dict[str, Any]
 Stream = Iterator[tuple[Tensor, Tensor]]
 Now = Callable[[], float]
+BLOCK = 2048  # bytes of validation text in a row that belong to one split
 
 
 # --- axes: all that a configuration can say; seeds, budget and data belong to the order ---
@@ -46,14 +46,13 @@ class Axis(NamedTuple):
 
     default: Any
     kind: str
-    low: float | None = None
-    high: float | None = None
+    low: Any = None
+    high: Any = None
     choices: tuple[Any, ...] | None = None
 
     def allows(self, value: Any) -> bool:
         if self.choices is not None:
             return any(value == choice and type(value) is type(choice) for choice in self.choices)
-        assert self.low is not None and self.high is not None
         is_number = type(value) in (int, float) and self.low <= value <= self.high
         return is_number and (self.kind != "integer" or value == int(value))
 
@@ -71,21 +70,21 @@ AXES: dict[str, Axis] = {
     "lr_floor": Axis(0.05, "linear", 0.0, 0.5),  # where the warm-down ends, as a multiple of lr
     "context": Axis(64, "choice", choices=(16, 32, 64, 128, 256, 512)),  # positions; divides BLOCK
     "head_dim": Axis(32, "choice", choices=(16, 32, 64, 128)),
-    "mlp_ratio": Axis(4, "integer", 1, 8),
+    "mlp_ratio": Axis(2, "integer", 1, 8),
     "rope_base": Axis(1e4, "log", 1e2, 1e6),
     "qk_norm": Axis(True, "choice", choices=(False, True)),
     "softcap": Axis(15.0, "log", 5.0, 100.0),  # no logit is larger
     "skip_scalars": Axis(True, "choice", choices=(False, True)),  # learned weights of the stream and of its start
     "value_embeddings": Axis(True, "choice", choices=(False, True)),  # on every second block, counted from the last
-    "input_ngram": Axis(4, "integer", 1, 8),  # the longest n-gram with an input embedding of its own
-    "logit_ngram": Axis(1, "integer", 0, 5),  # the longest n-gram with a row of logits of its own; 0: none
-    "table_rows": Axis(8192, "choice", choices=(4096, 8192, 16384, 32768, 65536)),  # above it, n-grams share rows
+    "input_ngram": Axis(6, "integer", 1, 8),  # the longest n-gram with an input embedding of its own
+    "table_rows": Axis(
+        32768, "choice", choices=(4096, 8192, 16384, 32768, 65536, 131072)
+    ),  # above it, n-grams share rows
     "optimizer": Axis("adamw", "choice", choices=("adamw", "muon")),  # Muon pays from 10 T D tokens in a batch
     "beta1": Axis(0.9, "linear", 0.5, 0.98),  # Muon's momentum, too
     "beta2_half_life": Axis(7e4, "log", 1e3, 1e7),  # tokens after which a squared gradient counts half
-    "embed_lr": Axis(3.0, "log", 0.05, 100.0),  # multiple of lr: input and value embeddings
+    "embed_lr": Axis(10.0, "log", 0.05, 100.0),  # multiple of lr: input and value embeddings
     "head_lr": Axis(1.0, "log", 0.05, 100.0),  # output layer
-    "logit_lr": Axis(3.0, "log", 0.05, 100.0),  # rows of logits
     "scalar_lr": Axis(1.0, "log", 0.05, 100.0),  # skip scalars
 }
 
@@ -109,11 +108,6 @@ def resolve(given: Config) -> Config:
 
 
 # --- data: the bytes of one text, nine tenths to train, one tenth to judge by ---
-BLOCK = 2048
-"""Bytes of validation text in a row that belong to one split: even blocks are for search, odd ones stay locked.
-Interleaved, because two halves of a text differ far more than two configurations do."""
-
-
 @dataclass(frozen=True)
 class Data:
     """A text as numbers. Its alphabet is the bytes that occur in it; what comes after `num_train` is validated on."""
@@ -124,7 +118,7 @@ class Data:
     facts: dict[str, Any]
 
     def targets(self, split: str) -> Ints:
-        """Positions that a split predicts, in order; the two splits share none and leave none out."""
+        """Positions that a split predicts: even blocks or odd ones, as halves of a text differ more than models do."""
         positions = np.arange(self.num_train, len(self.symbols))
         return positions[(positions - self.num_train) // BLOCK % 2 == (split == "lock")]
 
@@ -160,10 +154,8 @@ def batches(data: Data, rows: int, context: int, seed: int) -> Stream:
 
 # --- floors: what counting n-grams of the training text gets ---
 def floors(data: Data) -> dict[str, float]:
-    """Nats per byte of the validation text under interpolated Witten-Bell counts, by the length of the n-grams:
-
-    P(symbol | context) = (count + kinds * P(symbol | shorter context)) / (total + kinds).
-    """
+    """Nats per byte of the validation text, by the length of the n-grams, under interpolated Witten-Bell counts:
+    P(symbol | context) = (count + kinds * P(symbol | shorter context)) / (total + kinds)."""
     base, val = data.num_symbols, slice(data.num_train, None)
     p = np.full(len(data.symbols) - data.num_train, 1.0 / base)
     result: dict[str, float] = {}
@@ -192,22 +184,27 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
     return torch.cat((one * turns[0] - two * turns[1], one * turns[1] + two * turns[0]), dim=-1)
 
 
-class Table(nn.Module):
-    """A learned row, zero at first, for every n-gram of one length. [B, T] -> [B, T, columns]"""
+class NGrams(nn.Module):
+    """The sum of a learned row for each n-gram, up to the longest, that ends at a position. [B, T] -> [B, T, D]"""
 
-    def __init__(self, length: int, num_symbols: int, max_rows: int, columns: int) -> None:
+    def __init__(self, longest: int, num_symbols: int, max_rows: int, width: int) -> None:
         super().__init__()
-        self.length, self.base = length, num_symbols + 1
-        self.weight = nn.Parameter(torch.zeros(min(self.base**length, max_rows), columns))
+        self.base = num_symbols + 1  # before a window stands a symbol of its own
+        self.num_rows = [min(self.base**length, max_rows) for length in range(1, longest + 1)]
+        self.weight = nn.Parameter(torch.zeros(sum(self.num_rows), width))
+        nn.init.normal_(self.weight[: self.base])  # single symbols; all else begins at zero
 
     def forward(self, symbols_BT: Tensor) -> Tensor:
-        rows = symbols_BT
-        for back in range(1, self.length):  # before the window stands a symbol of its own
-            earlier = F.pad(symbols_BT, (back, 0), value=self.base - 1)[:, : symbols_BT.shape[1]]
-            rows = rows * self.base + earlier
-        if self.base**self.length > len(self.weight):
-            rows = (rows * 0x9E3779B1 >> 15) % len(self.weight)
-        return F.embedding(rows, self.weight)
+        grams, first, rows = symbols_BT, 0, list[Tensor]()
+        for back, num_rows in enumerate(self.num_rows):
+            if back:
+                grams = grams * self.base + F.pad(symbols_BT, (back, 0), value=self.base - 1)[:, :-back]
+            are_too_many = self.base ** (back + 1) > num_rows  # then they share rows by chance
+            rows.append(first + ((grams * 0x9E3779B1 >> 15) % num_rows if are_too_many else grams))
+            first += num_rows
+        # With sparse gradients a step costs the same however many rows there are.
+        bags = torch.stack(rows, dim=-1).flatten(0, 1)
+        return F.embedding_bag(bags, self.weight, mode="sum", sparse=True).unflatten(0, symbols_BT.shape)
 
 
 class Block(nn.Module):
@@ -227,19 +224,16 @@ class Block(nn.Module):
             nn.init.zeros_(last.weight)
 
     def forward(self, x_BTD: Tensor, symbols_BT: Tensor, turns: Tensor) -> Tensor:
-        attended = self.attend(F.rms_norm(x_BTD, x_BTD.shape[-1:]), symbols_BT, turns)
-        x_BTD = x_BTD + F.dropout(attended, self.dropout, self.training)
-        hidden = F.relu(self.up(F.rms_norm(x_BTD, x_BTD.shape[-1:]))).square()
-        return x_BTD + F.dropout(self.down(hidden), self.dropout, self.training)
-
-    def attend(self, x_BTD: Tensor, symbols_BT: Tensor, turns: Tensor) -> Tensor:
-        qk, v = self.qkv(x_BTD).split((2 * self.inner, self.inner), dim=-1)
+        qk, v = self.qkv(F.rms_norm(x_BTD, x_BTD.shape[-1:])).split((2 * self.inner, self.inner), dim=-1)
         if self.values is not None:
             v = v + F.embedding(symbols_BT, self.values)
         qk, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (qk, v))
         qk = rotate(qk, turns)
         q, k = (F.rms_norm(qk, qk.shape[-1:]) if self.qk_norm else qk).chunk(2, dim=1)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        attended = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x_BTD = x_BTD + F.dropout(attended, self.dropout, self.training)
+        hidden = F.relu(self.up(F.rms_norm(x_BTD, x_BTD.shape[-1:]))).square()
+        return x_BTD + F.dropout(self.down(hidden), self.dropout, self.training)
 
 
 class GPT(nn.Module):
@@ -247,69 +241,58 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config, num_symbols: int) -> None:
         super().__init__()
-        width, depth, size = config["width"], config["depth"], (num_symbols, config["table_rows"])
+        width, depth, has_values = config["width"], config["depth"], config["value_embeddings"]
         self.softcap, self.dropout = float(config["softcap"]), float(config["dropout"])
-        self.embed = nn.Embedding(num_symbols, width)
-        self.inputs = nn.ModuleList(Table(n, *size, width) for n in range(2, config["input_ngram"] + 1))
-        has_values = [config["value_embeddings"] and left % 2 == 0 for left in reversed(range(depth))]
-        self.blocks = nn.ModuleList(Block(config, num_symbols, has) for has in has_values)
+        self.inputs = NGrams(config["input_ngram"], num_symbols, config["table_rows"], width)
+        self.blocks = nn.ModuleList(Block(config, num_symbols, has_values and (depth - i) % 2) for i in range(depth))
         self.skips = nn.Parameter(torch.tensor([[1.0, 0.0]] * depth)) if config["skip_scalars"] else None
         self.head = nn.Linear(width, num_symbols, bias=False)
         nn.init.zeros_(self.head.weight)
-        self.logits = nn.ModuleList(Table(n, *size, num_symbols) for n in range(1, config["logit_ngram"] + 1))
         speeds = config["rope_base"] ** -(torch.arange(0, config["head_dim"], 2) / config["head_dim"])
         angles = torch.arange(config["context"])[:, None] * speeds
         self.turns = nn.Buffer(torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def forward(self, symbols_BT: Tensor) -> Tensor:
-        x_BTD = self.embed(symbols_BT)
-        for table in self.inputs:
-            x_BTD = x_BTD + table(symbols_BT)
+        x_BTD = self.inputs(symbols_BT)
         x_BTD = start_BTD = F.dropout(F.rms_norm(x_BTD, x_BTD.shape[-1:]), self.dropout, self.training)
         for number, block in enumerate(self.blocks):
             if self.skips is not None:
                 x_BTD = self.skips[number, 0] * x_BTD + self.skips[number, 1] * start_BTD
             x_BTD = block(x_BTD, symbols_BT, self.turns[:, : symbols_BT.shape[1]])
-        logits_BTV = self.head(F.rms_norm(x_BTD, x_BTD.shape[-1:]))
-        for table in self.logits:
-            logits_BTV = logits_BTV + table(symbols_BT)
-        return self.softcap * torch.tanh(logits_BTV / self.softcap)
-
-
-def lr_axis(name: str) -> str:
-    """The axis that sets the learning rate of a parameter. Rows are looked up, matrices are multiplied by."""
-    if name.startswith(("embed", "inputs")) or name.endswith("values"):
-        return "embed_lr"
-    return {"logits": "logit_lr", "head": "head_lr", "skips": "scalar_lr"}.get(name.partition(".")[0], "lr")
+        return self.softcap * torch.tanh(self.head(F.rms_norm(x_BTD, x_BTD.shape[-1:])) / self.softcap)
 
 
 def sizes(model: GPT, config: Config) -> dict[str, int]:
     """Parameters, those that one token meets, and the floating-point operations of training on one token."""
-    looked_up = [p for name, p in model.named_parameters() if lr_axis(name) in ("embed_lr", "logit_lr")]
+    rows = [p for name, p in model.named_parameters() if name.endswith(("inputs.weight", "values"))]
     params = sum(p.numel() for p in model.parameters())
-    multiplied = params - sum(p.numel() for p in looked_up)
+    multiplied = params - sum(p.numel() for p in rows)
+    active = multiplied + sum(p.shape[1] for p in rows) + config["width"] * (config["input_ngram"] - 1)
     attention = config["depth"] * max(1, config["width"] // config["head_dim"]) * config["head_dim"] * config["context"]
-    active = multiplied + sum(p.shape[1] for p in looked_up)
-    return {"params": params, "params_active": active, "flops_per_token": 6 * multiplied + 6 * attention}
+    return {"params": params, "params_active": active, "flops_per_token": 6 * (multiplied + attention)}
 
 
 # --- optimizers ---
 def make_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
     """One group for each kind of parameter; each remembers its `peak_lr`."""
-    kinds: dict[str, list[nn.Parameter]] = {}
-    for name, param in model.named_parameters():
-        kinds.setdefault(lr_axis(name), []).append(param)
-    matrices = kinds.pop("lr")
-    groups = [{"params": kind, "lr": config["lr"] * config[name], "weight_decay": 0.0} for name, kind in kinds.items()]
+    params = dict(model.named_parameters())
+    rows = params.pop("inputs.weight")
+    groups = [
+        {
+            "params": [params.pop(name) for name in list(params) if name.endswith(ending)],
+            "lr": config["lr"] * config[axis],
+        }
+        for ending, axis in (("values", "embed_lr"), ("head.weight", "head_lr"), ("skips", "scalar_lr"))
+    ]
+    matrices = {"params": list(params.values()), "lr": config["lr"], "weight_decay": config["weight_decay"]}
+    betas = (config["beta1"], 0.5 ** (config["batch_size"] * config["context"] / config["beta2_half_life"]))
     optimizers: list[torch.optim.Optimizer] = []
-    if config["optimizer"] == "muon":
-        # One lr serves both: a step is made as long as one of AdamW.
-        muon = {"lr": config["lr"], "momentum": config["beta1"], "weight_decay": config["weight_decay"]}
-        optimizers.append(torch.optim.Muon(matrices, **muon, adjust_lr_fn="match_rms_adamw"))
+    if config["optimizer"] == "muon":  # its steps are made as long as those of AdamW, so that one lr serves both
+        optimizers.append(torch.optim.Muon([matrices], momentum=betas[0], adjust_lr_fn="match_rms_adamw"))
     else:
-        groups.append({"params": matrices, "lr": config["lr"], "weight_decay": config["weight_decay"]})
-    beta2 = 0.5 ** (config["batch_size"] * config["context"] / config["beta2_half_life"])
-    optimizers.append(torch.optim.AdamW(groups, betas=(config["beta1"], beta2), eps=1e-10, fused=True))
+        groups.append(matrices)
+    optimizers.append(torch.optim.AdamW([g for g in groups if g["params"]], betas=betas, weight_decay=0.0, fused=True))
+    optimizers.append(torch.optim.SparseAdam([rows], lr=config["lr"] * config["embed_lr"], betas=betas))
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["peak_lr"] = group["lr"]
     return optimizers
@@ -327,10 +310,8 @@ def lr_multiplier(fraction: float, config: Config) -> float:
 
 @dataclass
 class ChargedClock:
-    """Charges a step what a quiet step takes, so that a busy machine costs wall time and not steps.
-
-    Interference only makes steps slower, so the 20th percentile of all so far is near what an undisturbed one takes.
-    """
+    """Charges a step what a quiet step takes, so that a busy machine costs wall time and not steps. Interference only
+    makes steps slower, so the 20th percentile of all so far is near what an undisturbed one takes."""
 
     budget_s: float
     charged_s: float = 0.0
@@ -373,7 +354,7 @@ class Track:
 
     def check(self, loss: float, norm: float, fraction: float) -> None:
         """Raises Ended for a step that must not reach the weights; `not <` also holds for a NaN, `>=` does not."""
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if not (math.isfinite(loss) and (math.isfinite(norm) or loss > 10 * self.uniform)):
             raise Ended("nan", f"Loss {loss} and gradient norm {norm} after {len(self.norms)} steps. Lower lr.")
         weight = max(0.02, 1 / (len(self.norms) + 1))
         ema = loss if self.loss_ema is None else self.loss_ema + weight * (loss - self.loss_ema)
@@ -388,21 +369,19 @@ class Track:
 
 def train(model: GPT, stream: Stream, config: Config, clock: ChargedClock, track: Track, now_s: Now) -> None:
     """Steps until the budget is charged, give or take half a step. Raises Ended."""
-    optimizers = make_optimizers(model, config)
-    said_s = now_s()
+    optimizers, said_s = make_optimizers(model, config), now_s()
+    dense = [param for name, param in model.named_parameters() if name != "inputs.weight"]
     while (fraction := clock.fraction) < 1.0:
         began_s = now_s()
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group["peak_lr"] * lr_multiplier(fraction, config)
         loss = loss_of(model, stream)
         loss.backward()
-        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        norm = nn.utils.get_total_norm([p.grad for p in dense if p.grad is not None])
         track.check(loss.item(), norm.item(), fraction)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if model.head.weight.is_cuda:
-            torch.cuda.synchronize()
         ended_s = now_s()
         clock.add(ended_s - began_s)
         if ended_s - said_s > 0.5:
@@ -418,11 +397,8 @@ def loss_of(model: GPT, stream: Stream) -> Tensor:
 # --- validation ---
 @torch.inference_mode()
 def validate(model: GPT, data: Data, split: str, context: int) -> float:
-    """Nats per byte over all targets of a split, each predicted once, in one fixed order; no weight changes.
-
-    Every target is seen from at least half a context of the text before it, whatever the context. That text may belong
-    to the other split, or be the end of the training text.
-    """
+    """Nats per byte over all targets of a split, in a fixed order; no weight changes. Each is predicted once, from at
+    least half a context of the text before it, whichever split that is of."""
     model.eval()
     device, stride, last = model.head.weight.device, context // 2, len(data.symbols) - 1
     symbols, targets = torch.from_numpy(data.symbols), torch.from_numpy(data.targets(split))
@@ -451,11 +427,11 @@ def text_of(path: str) -> str:
 
 def machine(device: str, threads: int) -> dict[str, Any]:
     cpu = re.search(r"model name\s*: (.*)", text_of("/proc/cpuinfo"))
+    ram_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "host": platform.node(), "os": platform.platform(), "cpu": cpu[1] if cpu else platform.machine(),
-        "cores": os.cpu_count(), "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpu": torch.cuda.get_device_name() if device == "cuda" else None, "threads": threads,
-        "torch": torch.__version__, "python": platform.python_version(),
+        "cores": os.cpu_count(), "threads": threads, "ram_gb": round(ram_bytes / 2**30, 1), "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None, "python": platform.python_version(),
     }  # fmt: skip
 
 
@@ -480,10 +456,9 @@ class Trial:
 
     def __init__(self, order: Order, now_s: Now = time.perf_counter) -> None:
         self.order, self.now_s, self.began_s = order, now_s, now_s()
-        if order.budget_s <= 0 or order.threads < 1 or not set(order.splits) <= {"search", "lock"}:
-            raise Refused("An order needs budget_s above 0, threads from 1, and splits out of 'search' and 'lock'.")
-        if order.device != "cpu" and not (order.device == "cuda" and torch.cuda.is_available()):
-            raise Refused(f"There is no device {order.device!r} here. Use 'cpu'.")
+        is_here = order.device == "cpu" or (order.device == "cuda" and torch.cuda.is_available())
+        if order.budget_s <= 0 or order.threads < 1 or not is_here or not set(order.splits) <= {"search", "lock"}:
+            raise Refused("Wanted: budget_s above 0, threads from 1, a device that is here, splits 'search' or 'lock'.")
         self.config, self.data = resolve(order.config), load(order.data)
         if self.data.num_train < (self.config["batch_size"] + 2) * self.config["context"]:
             raise Refused(f"{self.data.num_train} bytes do not fill a batch. Lower batch_size or context.")
@@ -492,8 +467,7 @@ class Trial:
         self.end: dict[str, str | None] = {"status": "ok", "error_class": None, "error_tail": None}
         self.seconds: dict[str, float | None] = dict.fromkeys(("setup_s", "warm_s", "wall_s", "cpu_s", "eval_s"))
         self.sizes: dict[str, int | None] = dict.fromkeys(("params", "params_active", "flops_per_token"))
-        self.losses: dict[str, float] = {}
-        self.probes: list[float] = []
+        self.losses, self.probes = dict[str, float](), list[float]()
 
     def run(self) -> dict[str, Any]:
         """Build, warm up, train, validate. What goes wrong is in the result, beside all that was known by then."""
@@ -521,7 +495,6 @@ class Trial:
             for _ in range(3):
                 loss_of(model, stream).backward()
             model.zero_grad()
-        gc.collect()
         gc.freeze()  # else a collection takes longer than a step
         torch.manual_seed(order.seed_data)  # of dropout
         self.probes.append(probe_ms())
@@ -560,37 +533,35 @@ class Trial:
             "tokens_per_s": tokens / clock.charged_s if clock.charged_s else None,
             **{f"step_ms_p{p}": clock.percentile_s(p) * 1e3 if steps else None for p in (20, 50, 95)},
             **{f"grad_norm_p{p}": float(np.percentile(track.norms, p)) if steps else None for p in (50, 99)},
-            "lr_at_end": self.config["lr"] * lr_multiplier(clock.fraction, self.config) if steps else None, **self.sizes,
+            "lr_at_end": self.config["lr"] * lr_multiplier(clock.fraction, self.config) if steps else None,
             "peak_mem_mb": (torch.cuda.max_memory_allocated() if self.order.device == "cuda" else resident) / 2**20,
-            "validity": self.validity(), "machine": machine(self.order.device, self.order.threads),
+            **self.sizes, "validity": self.validity(), "machine": machine(self.order.device, self.order.threads),
             "data": self.data.facts, "config": self.config,
         }  # fmt: skip
 
     def validity(self) -> dict[str, Any]:
         """Signs of a disturbed machine, and flags for those past their limits."""
-        wall_s, cpu_s, charged_s = self.seconds["wall_s"], self.seconds["cpu_s"], self.clock.charged_s
-        before, after = self.probes if len(self.probes) == 2 else (None, None)
-        over = wall_s / charged_s if wall_s and charged_s else None
-        util = cpu_s / wall_s / self.order.threads if cpu_s and wall_s else None
+        wall_s, cpu_s = self.seconds["wall_s"] or math.nan, self.seconds["cpu_s"] or math.nan
+        before, after = (*self.probes, math.nan, math.nan)[:2]
         pressure = re.search(r"some avg10=([\d.]+)", text_of("/proc/pressure/cpu"))
-        waiting = float(pressure[1]) if pressure else None
-        signs = {
-            "wall_over_charged": over is not None and over > 1.15,
-            "cpu_util": util is not None and util * self.order.threads < 0.9 and self.order.device == "cpu",
-            "psi_avg10": waiting is not None and waiting > 20.0,
-            "probe": before is not None and after is not None and abs(after / before - 1) > 0.05,
-            "zero_loss": self.track.loss_ema == 0.0,
+        over, waiting = wall_s / (self.clock.charged_s or math.nan), float(pressure[1]) if pressure else math.nan
+        numbers = {"wall_over_charged": over, "cpu_util": cpu_s / wall_s / self.order.threads, "psi_avg10": waiting}
+        numbers |= {"probe_before": before, "probe_after": after}
+        signs = {  # what is not known is NaN, which is on no side of a limit
+            "wall_over_charged": over > 1.15,
+            "cpu_util": cpu_s / wall_s < 0.9 and self.order.device == "cpu",
+            "psi_avg10": waiting > 20.0,
+            "probe": abs(after / before - 1.0) > 0.05,
+            "zero_loss": self.track.loss_ema is not None and self.track.loss_ema < 1e-6,
         }
         flags = [name for name, is_set in signs.items() if is_set]
         if not flags and self.clock.percentile_s(50) > 1.1 * self.clock.percentile_s(20):
             flags = ["uneven_steps"]  # not the machine's doing, so the configuration makes some steps cheap
-        numbers = {"wall_over_charged": over, "cpu_util": util, "psi_avg10": waiting}
-        return {**numbers, "probe_before": before, "probe_after": after, "flags": flags}
+        return {name: None if math.isnan(number) else number for name, number in numbers.items()} | {"flags": flags}
 
 
 # --- command line ---
 def assignment(text: str) -> tuple[str, Any]:
-    """`AXIS=VALUE`, the value a number, true, false, or a word."""
     name, _, value = text.partition("=")
     return name, json.loads(value) if re.fullmatch(r"[-+.\deE]*\d[-+.\deE]*|true|false", value) else value
 
@@ -599,32 +570,28 @@ def main(argv: list[str]) -> int:
     """Exit code 0 once there is a result, whatever its status; 2 for an order that is refused."""
     parser = argparse.ArgumentParser(prog="python -m hotlap.research.gpt", description=__doc__)
     parser.add_argument("order", nargs="?", metavar="ORDER.json", help="an order; or give it in flags:")
-    parser.add_argument("--set", type=assignment, action="append", default=[], metavar="AXIS=VALUE", help="repeatable")
+    parser.add_argument("--set", type=assignment, action="append", dest="config", metavar="AXIS=VALUE", default=[])
     for name, kind in (("budget_s", float), ("data", str), ("threads", int), ("device", str), ("out", str)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(Order, name))
     parser.add_argument("--axes", action="store_true", help="print all axes as JSON, and end")
     flags = vars(parser.parse_args(argv))
-    path, pairs, is_axes = (flags.pop(name) for name in ("order", "set", "axes"))
-    if is_axes:
+    path, flags["config"] = flags.pop("order"), dict(flags["config"])
+    if flags.pop("axes"):
         print(json.dumps({name: axis._asdict() for name, axis in AXES.items()}))
         return 0
     try:
-        given: Config = json.loads(Path(path).read_text()) if path else {"config": dict(pairs), **flags}
+        given: Config = json.loads(Path(path).read_text()) if path else flags
         if unknown := given.keys() - Order.__annotations__:
             raise Refused(f"An order has no {', '.join(unknown)}. It has: {', '.join(Order.__annotations__)}.")
-        order = Order(**given)
-        trial = Trial(order)
+        trial = Trial(Order(**given))
     except (Refused, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     result = json.dumps(trial.run(), allow_nan=False)
-    if order.out:
-        part = Path(f"{order.out}.part")
-        with part.open("w") as file:
-            file.write(result)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(order.out)
+    if trial.order.out:
+        part = Path(f"{trial.order.out}.part")
+        part.write_text(result)
+        part.replace(trial.order.out)
     print(result)
     return 0
 
