@@ -77,9 +77,7 @@ AXES: dict[str, Axis] = {
     "skip_scalars": Axis(True, "choice", choices=(False, True)),  # learned weights of the stream and of its start
     "value_embeddings": Axis(True, "choice", choices=(False, True)),  # on every second block, counted from the last
     "input_ngram": Axis(6, "integer", 1, 8),  # the longest n-gram with an input embedding of its own
-    "table_rows": Axis(
-        32768, "choice", choices=(4096, 8192, 16384, 32768, 65536, 131072)
-    ),  # above it, n-grams share rows
+    "table_rows": Axis(32768, "choice", choices=(4096, 8192, 16384, 32768, 65536)),  # n-grams beyond share them
     "optimizer": Axis("adamw", "choice", choices=("adamw", "muon")),  # Muon pays from 10 T D tokens in a batch
     "beta1": Axis(0.9, "linear", 0.5, 0.98),  # Muon's momentum, too
     "beta2_half_life": Axis(7e4, "log", 1e3, 1e7),  # tokens after which a squared gradient counts half
