@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import spread
 from hotlap.research.gpt import assignment
 
 SEEDS = (1, 2, 3)
@@ -36,7 +37,8 @@ def main() -> None:
         runs.append({"seed": seed, "load": round(load, 1), **shown, "validity": result["validity"]})
     losses = [run["val_search_nats_per_byte"] for run in runs]
     print(json.dumps({
-        "mean": statistics.mean(losses), "sd": statistics.stdev(losses), "floors": result["floors"], "runs": runs,
+        "mean": statistics.mean(losses), "sd": statistics.stdev(losses), "floors": result["floors"],
+        "tokens_per_s": spread([run["tokens_per_s"] for run in runs]), "runs": runs,
         "config": result["config"], "params": result["params"], "machine": result["machine"], "data": result["data"],
     }))  # fmt: skip
 
