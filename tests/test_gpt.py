@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import shlex
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -567,6 +568,44 @@ def test_a_crash_is_told_with_its_tail(gpt: ModuleType, book: Callable[[int], Pa
     assert len(result["error_tail"]) <= 2000
 
 
+CALM = {"wall_s": 10.0, "cpu_s": 9.9, "charged_s": 9.8, "steps_s": [0.1] * 98, "probes": [0.3, 0.3], "psi": "0.50"}
+
+
+@pytest.mark.parametrize(
+    ("signs", "flags"),
+    [
+        ({}, []),
+        ({"wall_s": 11.5, "cpu_s": 11.4}, ["wall_over_charged"]),
+        ({"cpu_s": 8.9}, ["cpu_util"]),
+        ({"psi": "20.50"}, ["psi_avg10"]),
+        ({"psi": None}, []),
+        ({"probes": [0.3, 0.32]}, ["probe"]),
+        ({"probes": [0.3]}, []),
+        ({"wall_s": None, "cpu_s": None, "charged_s": 0.0, "steps_s": [], "probes": []}, []),
+        # A step that is cheap one time in three is charged at the price of the cheap one, so it must be seen.
+        ({"steps_s": [0.1] * 33 + [0.13] * 65}, ["uneven_steps"]),
+        ({"steps_s": [0.1] * 33 + [0.13] * 65, "cpu_s": 8.9}, ["cpu_util"]),
+    ],
+)
+def test_flags_of_a_disturbed_machine(
+    gpt: ModuleType,
+    book: Callable[[int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    signs: dict[str, Any],
+    flags: list[str],
+) -> None:
+    trial, given = trial_of(gpt, book(0), 10), CALM | signs
+    trial.seconds |= {"wall_s": given["wall_s"], "cpu_s": given["cpu_s"]}
+    trial.clock.charged_s, trial.clock.ordered_s = given["charged_s"], given["steps_s"]
+    trial.probes = given["probes"]
+    told = f"some avg10={given['psi']} avg60=9.99 avg300=9.99 total=1\nfull avg10=9.99" if given["psi"] else ""
+    monkeypatch.setattr(gpt, "text_of", lambda path: told)
+    found = trial.validity()
+    assert found["flags"] == flags
+    assert found["psi_avg10"] == (float(given["psi"]) if given["psi"] else None)
+    assert set(found) == {*SIGNS, "flags"}
+
+
 # --- the command line ---
 
 NUMBER, MAYBE, COUNT = {"type": "number"}, {"type": ["number", "null"]}, {"type": "integer", "minimum": 0}
@@ -617,6 +656,26 @@ def test_a_real_run_through_the_command_line(tmp_path: Path) -> None:
     told = [json.loads(line) for line in done.stderr.splitlines()]
     assert told and all(line.keys() == {"fraction", "loss"} for line in told)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["order.json", "result.json"]
+
+
+def test_commands_of_the_page_run(
+    gpt: ModuleType,
+    book: Callable[[int], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = Path(__file__).parent.parent / "docs" / "gpt.md"
+    monkeypatch.chdir(tmp_path)
+    book(0).rename("my.txt")
+    Path("ORDER.json").write_text(json.dumps({"config": SMALL, "budget_s": 0.2, "data": "my.txt"}))
+    commands = [line for line in page.read_text().splitlines() if line.startswith("$ python -m hotlap.research.gpt")]
+    assert len(commands) == 3
+    for command in commands:
+        argv = shlex.split(command.replace("--budget-s 20", "--budget-s 0.2"), comments=True)[4:]
+        assert gpt.main(argv) == 0
+        json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads(Path("result.json").read_text())["config"]["depth"] == 3
 
 
 def test_flags_make_the_same_order(gpt: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
