@@ -582,15 +582,15 @@ def main(argv: list[str]) -> int:
         if unknown := given.keys() - Order.__annotations__:
             raise Refused(f"An order has no {', '.join(unknown)}. It has: {', '.join(Order.__annotations__)}.")
         trial = Trial(Order(**given))
-    except (Refused, OSError, ValueError) as error:
+    except (Refused, OSError, ValueError, TypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     result = json.dumps(trial.run(), allow_nan=False)
+    print(result, flush=True)
     if trial.order.out:
         part = Path(f"{trial.order.out}.part")
         part.write_text(result)
         part.replace(trial.order.out)
-    print(result)
     return 0
 
 
