@@ -195,9 +195,14 @@ class ChainEnd:
 
 def is_done(config: RunConfig, provider: Provider, outcome: str | None) -> bool:
     """Whether nothing is left to rent a machine for. Where the run's folder is out of reach, the ledger remembers."""
-    if provider.traits.name == "local":
-        return runs.is_finished(runs.RunFolder(config.run_folder))
-    return outcome == "done"
+    if provider.traits.name != "local":
+        return outcome == "done"
+    run = runs.RunFolder(config.run_folder)
+    identity = runs.read_identity(run)
+    if identity is None or not runs.is_finished(run):
+        return False
+    # With other settings it is another run under its name, which the slice refuses; to call that done would be wrong.
+    return all(identity.trajectory.get(key) == config.trajectory[key] for key in ("packing", "lora", "optim", "train"))
 
 
 def chain(
