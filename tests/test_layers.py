@@ -38,7 +38,8 @@ CORE = {
     "durable": "errors",
     "config_base": "",
     "config_data": "config_base",
-    "config": "config_base config_data durable errors",
+    "config_model": "config_base",
+    "config": "config_base config_data config_model durable errors",
     "clock": "config errors",
     "checkpoint": "clock durable errors",
     "child": "clock errors",
@@ -71,7 +72,7 @@ PACKAGES = {
 ours at all, because it is run alone."""
 
 OWNERS = {
-    "pydantic": "config config_base config_data speedrun.track research.space",
+    "pydantic": "config config_base config_data config_model speedrun.track research.space",
     "click": "cli",
     "rich": "cli",
     "httpx": "cloud.runpod export.bench",

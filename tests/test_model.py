@@ -49,7 +49,7 @@ def test_result_is_a_standard_adapter(trained: RunFolder, tiny_model: Path, whic
     model.load_parameters(ours.parameters, model.load_tensors(folder / model.ADAPTER_FILE), folder)
     ours.peft_model.eval()
     with torch.inference_mode():
-        ours_BTV = ours.lm_head(ours.hidden(tokens_BT, torch.ones(2, 24, dtype=torch.int32)))
+        ours_BTV = ours.logits(ours.hidden(tokens_BT, torch.ones(2, 24, dtype=torch.int32)))
     torch.testing.assert_close(ours_BTV, stock_BTV, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(auto_BTV, stock_BTV, rtol=0, atol=0)
     assert not torch.allclose(ours_BTV, plain_BTV, atol=1e-3)

@@ -42,6 +42,7 @@ def tiny_config(model: Path, data: Path, output_dir: Path, **changes: object) ->
         "run": "tiny",
         "seed": 7,
         "data": {"seq_len": 64},
+        "model": {"precision": "float32"},
         "lora": {"rank": 4, "alpha": 8.0, "dropout": 0.1},
         "optim": {"lr": 1e-2, "warmup_steps": 5},
         "train": {"max_steps": 30, "micro_batch_rows": 1, "grad_accumulation": 2},

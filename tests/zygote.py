@@ -156,7 +156,7 @@ def _serve() -> None:
     if sys.argv[1:]:
         torch.set_num_threads(1)
         base = hotlap.train.model.load_base(Path(sys.argv[1]))
-        hotlap.train.model.load_base = lambda folder: base
+        hotlap.train.model.load_base = lambda folder, *_: base
     for order in _orders():
         pid = os.fork()
         if pid == 0:

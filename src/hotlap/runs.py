@@ -17,7 +17,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,9 @@ class Identity:
     num_steps: int
     num_threads: int
     created_at: str
+    precision: str = "float32"
+    init_pins: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of the adapter that a warm start began with; empty without one."""
 
     def write(self, run: RunFolder) -> None:
         durable.replace(run.identity, (json.dumps({"format": 1, **asdict(self)}, indent=1) + "\n").encode())

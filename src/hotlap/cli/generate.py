@@ -50,7 +50,7 @@ def generate(
 
     folder = find_run(run, output_dir)
     texts = [_text_of(prompt) for prompt in prompts]
-    model_folder = _model_folder(folder)
+    model_folder, settings = _base_model(folder)
     choice = None if only_base else choose_adapter(folder, _talk)
     _talk(f"Asking {choice.in_words if choice else 'the base model alone'}.")
     facts = {"adapter": str(choice.folder), "step": choice.step} if choice else {"adapter": None, "step": None}
@@ -62,7 +62,7 @@ def generate(
             text = f"> {answer['prompt']}\n{answer['text']}\n" if len(texts) > 1 else answer["text"]
             click.echo(plain(text))
 
-    ask(model_folder, choice and choice.folder, texts, max_new_tokens, show, _chat_template(folder))
+    ask(model_folder, choice and choice.folder, texts, max_new_tokens, show, _chat_template(folder), settings)
 
 
 def ask(
@@ -72,8 +72,10 @@ def ask(
     max_new_tokens: int,
     on_answer: Callable[[dict[str, Any]], None],
     chat_template: str | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """`prompt`, `text` and `num_tokens` of every answer, in the prompts' order; `on_answer` gets each as it comes.
+    `settings` are those of `[model]`, with the precision that was chosen; absent: float32, not quantized.
 
     Raises:
         HotlapError: what the answering process ended with, of the same class.
@@ -82,9 +84,15 @@ def ask(
     """
     from hotlap import child, clock, durable
 
-    order = {"model_folder": str(model_folder), "adapter": adapter and str(adapter), "prompts": list(prompts)}
+    order: dict[str, Any] = {
+        "model_folder": str(model_folder),
+        "adapter": adapter and str(adapter),
+        "prompts": list(prompts),
+    }
     if chat_template is not None:
         order["chat_template"] = chat_template
+    if settings is not None:
+        order["model"] = settings
     text = durable.canonical_json({**order, "max_new_tokens": max_new_tokens})
     if (num_bytes := len(text.encode())) > _MOST_ORDER_BYTES:
         raise errors.UsageError(f"The prompts have {num_bytes:,} bytes, and {_MOST_ORDER_BYTES:,} fit. Ask fewer.")
@@ -159,8 +167,8 @@ def choose_adapter(run: "RunFolder", say: Callable[[str], None]) -> Choice:
     return Choice(checkpoint.folder, checkpoint.step, "the newest checkpoint")
 
 
-def _model_folder(run: "RunFolder") -> Path:
-    """The base model of a run, if it is still what the run was trained on."""
+def _base_model(run: "RunFolder") -> tuple[Path, dict[str, Any]]:
+    """The base model of a run, if it is still what the run was trained on, and how the run loads it."""
     from hotlap import artifacts
     from hotlap.runs import read_identity
 
@@ -175,7 +183,7 @@ def _model_folder(run: "RunFolder") -> Path:
         raise errors.RunChanged(
             f"{folder} is not the base model that {run.name} was trained on: {'; '.join(differences)}. Put it back."
         )
-    return folder
+    return folder, {**identity.trajectory["model"], "precision": identity.precision}
 
 
 def _chat_template(run: "RunFolder") -> str | None:

@@ -1,7 +1,8 @@
 """Answers of a base model, with or without its adapter, greedily and one prompt after another.
 
 `python -m hotlap.train.generate ORDER`, with the order as JSON: `model_folder`, `adapter` (a PEFT folder or null),
-`prompts`, `max_new_tokens`. One `answer` event per prompt, in their order, then the `result`.
+`prompts`, `max_new_tokens`, and if they differ from the usual `chat_template` and `model` (a run's settings). One
+`answer` event per prompt, in their order, then the `result`.
 """
 
 import json
@@ -16,11 +17,13 @@ import torch
 from peft import PeftModel
 from transformers import GenerationConfig
 
+from hotlap.config import ModelConfig
 from hotlap.data.readers import Message
 from hotlap.data.render import Renderer
 from hotlap.errors import DONE, AuditFailed, BadData, HotlapError
+from hotlap.train.base import FLOAT32, load_base
 from hotlap.train.channel import die_with_parent, events, say
-from hotlap.train.model import load_base
+from hotlap.train.model import ADAPTER_CONFIG_FILE
 
 # T tokens of a prompt, N tokens of its answer
 
@@ -32,6 +35,7 @@ class Order:
     prompts: list[str]
     max_new_tokens: int
     chat_template: Path | None = None
+    settings: ModelConfig = FLOAT32
 
 
 def main() -> None:
@@ -41,7 +45,10 @@ def main() -> None:
     fields: dict[str, Any] = json.loads(sys.argv[1])
     adapter = fields["adapter"] and Path(fields["adapter"])
     template = fields.get("chat_template") and Path(fields["chat_template"])
-    order = Order(Path(fields["model_folder"]), adapter, fields["prompts"], fields["max_new_tokens"], template)
+    settings = ModelConfig(**fields["model"]) if "model" in fields else FLOAT32
+    order = Order(
+        Path(fields["model_folder"]), adapter, fields["prompts"], fields["max_new_tokens"], template, settings
+    )
     try:
         for answer in answers(order):
             emit({"event": "answer", **answer})
@@ -73,7 +80,7 @@ def answers(order: Order) -> Iterator[dict[str, Any]]:
 
 
 def _load(order: Order) -> Any:
-    base: Any = load_base(order.model_folder)
+    base: Any = load_base(order.model_folder, order.settings, _num_tokens(order.adapter))
     if order.adapter is None:
         return base.eval()
     # PEFT asks transformers for a property by the name it had before; nothing a user could change.
@@ -85,6 +92,12 @@ def _load(order: Order) -> Any:
             f"The adapter in {order.adapter} does not fit the model in {order.model_folder}: {error}. "
             f"Name the base model that it was trained on."
         ) from error
+
+
+def _num_tokens(adapter: Path | None) -> int:
+    """Embedding rows that an adapter has trained beyond those of its base model, and all before them."""
+    fields = json.loads((adapter / ADAPTER_CONFIG_FILE).read_bytes()) if adapter else {}
+    return max((max(rows) + 1 for rows in (fields.get("trainable_token_indices") or {}).values()), default=0)
 
 
 def _room_for_answer(num_T: int, max_new_tokens: int, longest: int | None) -> int:

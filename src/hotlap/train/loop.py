@@ -7,7 +7,6 @@ when to leave, so where slices are cut does not change what is learned.
 
 import platform
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -15,15 +14,17 @@ import torch
 import transformers
 
 import hotlap
-from hotlap import artifacts, clock, durable, runs
+from hotlap import clock, runs
 from hotlap.checkpoint import Checkpoint, CheckpointStore, read
 from hotlap.errors import ConfigError, CorruptFile, TrainingFailed
 from hotlap.train import model, optim
+from hotlap.train.assembly import assemble
 from hotlap.train.context import Context
 from hotlap.train.evaluate import Evaluator
 from hotlap.train.metrics import MetricsLog
 from hotlap.train.opening import OpenedRun
 from hotlap.train.publisher import OPTIMIZER_FILE, Publisher, Snapshot
+from hotlap.train.results import Results
 from hotlap.train.step import StepLoss, Stepper, require_sane
 from hotlap.train.stop import GivenUp
 
@@ -65,15 +66,13 @@ class Loop:
         self._did_anything = False
         self._num_threads = _use_threads(self._config.slice.num_threads or self._identity.num_threads)
         with context.timeline.phase("load"), context.stop.may_give_up():
-            base = model.load_base(opened.model_folder)
-            name = artifacts.base_name(self._config.base_model, opened.model_folder)
-            self._model = model.attach_lora(base, self._config.lora, self._identity.seed, name)
-            self._optimizer = optim.build(self._model.parameters, self._config.optim)
+            self._model, self._optimizer = assemble(opened, context)
+            self._results = Results(run, lock, self._model, opened.model_folder if self._model.has_grown else None)
         keep = self._config.checkpoint.keep
         self._store = CheckpointStore(run.checkpoints, lock.number, keep, lock.require)
         self._metrics = MetricsLog(run.metrics, context.say)
         self._publisher = Publisher(
-            self._store, self._model.parameters, self._metrics.make_durable, self._on_published, context.say
+            self._store, self._model.saved, self._metrics.make_durable, self._on_published, context.say
         )
         context.stop.measure_tail_with(self._publisher.tail_s)
         self._stepper = Stepper(
@@ -104,7 +103,7 @@ class Loop:
     def _restore(self, checkpoint: Checkpoint) -> Progress:
         facts = checkpoint.facts
         adapter = checkpoint.folder / model.ADAPTER_FILE
-        model.load_parameters(self._model.parameters, model.load_tensors(adapter), adapter)
+        model.load_parameters(self._model.saved, model.load_tensors(adapter), adapter)
         tensors = model.load_tensors(checkpoint.folder / OPTIMIZER_FILE)
         optim.load_state(self._optimizer, self._model.parameters, tensors)
         for what, then, now in (
@@ -320,7 +319,7 @@ class Loop:
         return Snapshot(
             key=progress.key,
             num_updates=progress.num_updates,
-            adapter=_copies({name: parameter.detach() for name, parameter in self._model.parameters.items()}),
+            adapter=_copies({name: parameter.detach() for name, parameter in self._model.saved.items()}),
             optimizer=_copies(optim.state_tensors(self._optimizer, self._model.parameters)),
             adapter_config=self._model.adapter_config_json(),
             facts=facts,
@@ -338,20 +337,9 @@ class Loop:
         final = run.checkpoints / self._final_checkpoint()
         facts = {"step": self.progress.step, "seed": self._identity.seed, "run": run.name}
         if best is not None:
-            self._publish_adapter(run.checkpoints / best["checkpoint"], run.best, {**facts, **best})
-        self._publish_adapter(final, run.adapter, facts)
+            self._results.publish(run.checkpoints / best["checkpoint"], run.best, {**facts, **best})
+        self._results.publish(final, run.adapter, facts)
         return "done"
-
-    def _publish_adapter(self, source: Path, target: Path, facts: dict[str, Any]) -> None:
-        self._lock.require()
-        staged = target.with_name(f".staging-{target.name}")
-        for leftover in (staged, target):
-            if leftover.exists():
-                durable.remove_tree(leftover)
-        durable.make_dirs(staged)
-        for name in (model.ADAPTER_CONFIG_FILE, model.ADAPTER_FILE):
-            durable.write_synced(staged / name, (source / name).read_bytes())
-        durable.publish(staged, target, facts, self._lock.require)
 
     def _final_checkpoint(self) -> str:
         checkpoint = self._store.newest(self._context.say)
