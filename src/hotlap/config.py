@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -51,6 +51,15 @@ class EvalConfig(Config):
 
     micro_batch_rows: int = Field(default=1, ge=1)
     """Rows in one evaluation pass."""
+
+    patience: int | None = Field(default=None, ge=1)
+    """Stop early: the run is done after so many evaluations in a row without a lower `val_loss`. Absent: never."""
+
+    sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Prompts that are answered at every evaluation, with the most likely words, into the run's `samples.jsonl`."""
+
+    sample_tokens: int = Field(default=64, ge=1)
+    """Longest such answer in tokens."""
 
 
 class CheckpointConfig(Config):

@@ -183,7 +183,7 @@ def _base_model(run: "RunFolder") -> tuple[Path, dict[str, Any]]:
         raise errors.RunChanged(
             f"{folder} is not the base model that {run.name} was trained on: {'; '.join(differences)}. Put it back."
         )
-    return folder, {**identity.trajectory["model"], "precision": identity.precision}
+    return folder, {**identity.trajectory.get("model", {}), "precision": identity.precision}
 
 
 def _chat_template(run: "RunFolder") -> str | None:

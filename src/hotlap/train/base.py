@@ -12,6 +12,8 @@ from hotlap.config import ModelConfig
 from hotlap.errors import ConfigError
 from hotlap.train import probe
 
+_BLOCK = 64
+
 FLOAT32 = ModelConfig(precision="float32")
 
 # V rows of an embedding, D model width
@@ -56,7 +58,9 @@ def load_base(folder: Path, settings: ModelConfig = FLOAT32, num_tokens: int = 0
         raise ConfigError(
             f"model.quantization needs a library: {error}. Run: pip install 'hotlap[train]', or leave it out."
         ) from error
-    _keep_as_quantized(model)
+    if settings.quantization:
+        _keep_as_quantized(model)
+        _require_right_products(model)
     grow(model, num_tokens)
     model.requires_grad_(False)
     return model if settings.quantization else model.to(probe.best_device())
@@ -68,6 +72,21 @@ def _keep_as_quantized(model: torch.nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  (no attribute that torch knows)
+
+
+def _require_right_products(model: torch.nn.Module) -> None:
+    """
+    Raises:
+        ConfigError: bitsandbytes 0.50 takes the scales of other blocks on a processor when rows are no whole blocks.
+    """
+    quantized = {name: module for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
+    for name, module in quantized.items():
+        num_inputs: Any = module.in_features
+        if next(module.parameters()).device.type == "cpu" and num_inputs % _BLOCK:
+            raise ConfigError(
+                f"model.quantization = 'nf4' would compute {name} wrongly on this processor: it has {num_inputs:,} "
+                f"inputs, no multiple of {_BLOCK}. Leave quantization out, or use a GPU."
+            )
 
 
 def dtype_of(settings: ModelConfig) -> torch.dtype:

@@ -80,12 +80,13 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: Named) -> dict[str, torch.Tensor]:
     """The optimizer's own tensors, not copies, as `exp_avg.<parameter>` and so on; empty before the first update.
-    Its integers become tensors."""
+    Integers become tensors; bitsandbytes' maps of 8-bit codes (`qmap`) are constants and left out."""
     return {
         f"{kind}.{name}": value if isinstance(value, torch.Tensor) else torch.tensor(value)
         for name, parameter in parameters.items()
         if parameter in optimizer.state
         for kind, value in optimizer.state[parameter].items()
+        if not kind.startswith("qmap")
     }
 
 
