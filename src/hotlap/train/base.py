@@ -49,7 +49,6 @@ def load_base(folder: Path, settings: ModelConfig = FLOAT32, num_tokens: int = 0
             dtype=dtype_of(settings),
             local_files_only=True,
             use_safetensors=True,
-            attn_implementation="sdpa",
             **options,
         )
     except ImportError as error:
