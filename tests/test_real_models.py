@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.torch, pytest.mark.real]
 NUM_STEPS = 3
 
 
-def short_run(model: Path, data: Path, output_dir: Path, name: str, **sections: Any) -> RunConfig:
+def short_run(base: Path, data: Path, output_dir: Path, name: str, **sections: Any) -> RunConfig:
     return RunConfig.model_validate({
-        "base_model": str(model),
+        "base_model": str(base),
         "dataset": str(data),
         "output_dir": str(output_dir),
         "run": name,
@@ -86,7 +86,7 @@ def test_gemma3_270m(zygote: Zygote, gemma3_270m: Path, tmp_path: Path) -> None:
 
     from hotlap.train import base, model
 
-    data = write_jsonl(tmp_path / "f3.jsonl", f3_rows(8))
+    data = write_jsonl(tmp_path / "f3.jsonl", f3_rows(1) * 8)
     settings = {"precision": "float32"}
     cut, whole = (short_run(gemma3_270m, data, tmp_path / "runs", name, model=settings) for name in ("cut", "whole"))
     train(zygote, cut, 2)

@@ -6,6 +6,7 @@
                           exit.json        what its parent saw
               checkpoints/                 see checkpoint.py
               metrics.jsonl                one row per step and per evaluation, nothing that depends on time
+              samples.jsonl                answers to `eval.sample_prompts`, one row per prompt and evaluation
               adapter/  best/              the result, published when the run is done
 
 The lock is the newest slice directory, its number the fencing number: taking the lock means publishing the next
@@ -39,6 +40,7 @@ class RunFolder:
         self.slices = path / "slices"
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
         self.adapter = path / "adapter"
         self.best = path / "best"
 

@@ -13,19 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftModel
-from transformers import GenerationConfig
 
 from hotlap.config import ModelConfig
 from hotlap.data.readers import Message
 from hotlap.data.render import Renderer
 from hotlap.errors import DONE, AuditFailed, BadData, HotlapError
+from hotlap.train.answer import answer, text_of
 from hotlap.train.base import FLOAT32, load_base
 from hotlap.train.channel import die_with_parent, events, say
 from hotlap.train.model import ADAPTER_CONFIG_FILE
-
-# T tokens of a prompt, N tokens of its answer
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,8 @@ def main() -> None:
         Path(fields["model_folder"]), adapter, fields["prompts"], fields["max_new_tokens"], template, settings
     )
     try:
-        for answer in answers(order):
-            emit({"event": "answer", **answer})
+        for each in answers(order):
+            emit({"event": "answer", **each})
         result = {"exit_code": DONE, "reason": "done", "message": f"{len(order.prompts)} answered"}
     except HotlapError as error:
         result = {"exit_code": error.exit_code, "reason": error.reason, "message": str(error)}
@@ -73,10 +70,8 @@ def answers(order: Order) -> Iterator[dict[str, Any]]:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for prompt, tokens in zip(order.prompts, prompts, strict=True):
         num_new = _room_for_answer(len(tokens), order.max_new_tokens, longest)
-        answer = _answer(model, renderer, tokens, num_new)
-        is_stopped = answer[-1] in renderer.stop_token_ids
-        text = renderer.decode(answer[:-1] if is_stopped else answer)
-        yield {"prompt": prompt, "text": text, "num_tokens": len(answer)}
+        found = answer(model, renderer, tokens, num_new)
+        yield {"prompt": prompt, "text": text_of(renderer, found), "num_tokens": len(found)}
 
 
 def _load(order: Order) -> Any:
@@ -109,22 +104,6 @@ def _room_for_answer(num_T: int, max_new_tokens: int, longest: int | None) -> in
     if num_T + max_new_tokens > longest:
         say(f"The prompt has {num_T:,} tokens, so its answer is cut at the model's {longest:,} positions.")
     return min(max_new_tokens, longest - num_T)
-
-
-def _answer(model: Any, renderer: Renderer, tokens: list[int], num_new: int) -> list[int]:
-    """The most likely next token, again and again, up to and with the end of the turn."""
-    tokens_1T = torch.tensor([tokens], device=model.device)
-    settings = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=num_new,
-        eos_token_id=sorted(renderer.stop_token_ids) or None,
-        pad_token_id=renderer.pad_token_id,
-    )
-    # What the model's folder recommends, sampling above all, would be mixed into ours.
-    model.generation_config = settings
-    with torch.inference_mode():
-        output_1N = model.generate(tokens_1T, attention_mask=torch.ones_like(tokens_1T), generation_config=settings)
-    return output_1N[0, len(tokens) :].tolist()
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class AdaptedModel:
         """Last hidden states `[B, T, D]`. A token sees only earlier ones of its own example, and in layers with a
         sliding window no more than that of them; positions restart."""
         self._segments_BT = segments_BT
-        with self._autocast():
+        with self.autocast():
             return self._decoder(
                 input_ids=tokens_BT,
                 attention_mask=masks_of(segments_BT, self._window),
@@ -73,7 +73,7 @@ class AdaptedModel:
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """`[..., V]` in float32, with the model's soft cap."""
-        with self._autocast():
+        with self.autocast():
             logits_NV = self._lm_head(hidden_ND).float()
         cap: float | None = getattr(self._text_config, "final_logit_softcapping", None)
         return logits_NV if cap is None else torch.tanh(logits_NV / cap) * cap
@@ -90,7 +90,7 @@ class AdaptedModel:
         """PEFT's `adapter_config.json`, sets in order so that the same adapter gives the same bytes."""
         return config_json(self.peft_model.peft_config["default"].to_dict())
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """The adapter is float32 whatever the base is, so products are made in the base's precision."""
         return torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32)
 
