@@ -210,6 +210,31 @@ def test_b48_gradients_with_recomputed_activations_are_the_same(tiny_model: Path
         assert all(gradient is None for gradient in gradients(naive).values())
 
 
+def test_b33_modules_trained_in_full_are_part_of_what_is_saved(zygote: Zygote, make_config: MakeConfig) -> None:
+    """Embedding and head of F1, which are two tensors: both trained, both in the file, both loaded by stock PEFT."""
+    import torch
+    from peft import PeftModel
+
+    from hotlap.train import model
+
+    config = make_config(train__max_steps=10, lora__modules_to_save=["embed_tokens", "lm_head"])
+    assert zygote.run(config).status == 0
+    adapter = RunFolder(config.run_folder).adapter
+    tensors = model.load_tensors(adapter / model.ADAPTER_FILE)
+    base: Any = model.load_base(Path(config.base_model))
+    before = base.state_dict()
+    names = {"model.embed_tokens.weight", "lm_head.weight"}
+    pairs_only = {name for name in tensors if "lora_" in name}
+    assert len(pairs_only) == 28 and {name.removeprefix("base_model.model.") for name in tensors} - names == {
+        name.removeprefix("base_model.model.") for name in pairs_only
+    }
+    trained = {name: tensors[f"base_model.model.{name}"].clone() for name in names}
+    assert not any(torch.equal(trained[name], before[name]) for name in names)
+    loaded = PeftModel.from_pretrained(base, adapter)
+    assert torch.equal(loaded.get_input_embeddings().weight, trained["model.embed_tokens.weight"])
+    assert torch.equal(loaded.get_output_embeddings().weight, trained["lm_head.weight"])
+
+
 # --- added tokens ---
 
 

@@ -7,11 +7,12 @@ float32, 2 in the others):
                    single quantization) and 1 in int8, and the largest of them once more as it is multiplied
     adapter        28 bytes x trained parameters: value, gradient, two moments, and a copy that is published;
                    16 with 8-bit moments
-    activations    b bytes x N x layers x (10 x hidden + 4 x feed-forward + 2 x targets' rank), and with DoRA twice
-                   the targets' outputs; recomputed ones: b x N x layers x hidden, and one layer's
+    activations    b bytes x N x layers x (10 x hidden + 4 x feed-forward + 2 x targets' rank); with DoRA, and on
+                   quantized weights, twice the targets' outputs more; recomputed ones: b x N x layers x hidden, and
+                   seven times one layer's, for its gradients and what the allocator keeps
     mask           1 byte x R x T x T, and as much again while it is made
-    logits         12 bytes x trained positions x vocabulary: logits, their exponentials, their gradient
-    interpreter    0.7 GB: Python, torch, transformers; quantization or 8-bit moments: 0.1 GB more
+    logits         20 bytes x trained positions x vocabulary
+    interpreter    0.4 GB: Python, torch, transformers, PEFT
 
 The factors are those of a Llama-type layer; `python -m benchmarks.memory` holds them against real slices, and
 `docs/log.md` has what came out.
@@ -33,8 +34,9 @@ from hotlap.config import LoraConfig, ModelConfig, RunConfig
 from hotlap.data.packed import PackedDataset
 from hotlap.errors import MissingArtifact
 
-_INTERPRETER_BYTES = 700_000_000
-_BITSANDBYTES_BYTES = 100_000_000
+_INTERPRETER_BYTES = 400_000_000
+_LOGIT_BYTES = 20
+_LAYERS_WHEN_RECOMPUTED = 7
 _ADAPTER_BYTES = 28
 _ADAPTER_8BIT_BYTES = 16
 _NF4_BYTES = 0.5 + 4 / 64
@@ -152,13 +154,11 @@ def memory_of(shape: Shape, config: RunConfig, data: PackedDataset, precision: s
     number_bytes = 4 if precision == "float32" else 2
     most_trained = int(np.max(data.trained_tokens_per_row(), initial=0))
     activation_bytes = number_bytes * data.seq_len * _kept_width(shape, config)
-    row_bytes = activation_bytes + 2 * data.seq_len**2 + 12 * most_trained * shape.vocabulary
+    row_bytes = activation_bytes + 2 * data.seq_len**2 + _LOGIT_BYTES * most_trained * shape.vocabulary
     is_8bit = config.optim.kind.endswith("8bit")
     trained = shape.num_adapter_parameters(config.lora) + _num_saved_whole(shape, config.lora)
     fixed_bytes = _INTERPRETER_BYTES + _weight_bytes(shape, config.model, number_bytes)
     fixed_bytes += (_ADAPTER_8BIT_BYTES if is_8bit else _ADAPTER_BYTES) * trained
-    if config.model.quantization or config.optim.kind != "adamw":
-        fixed_bytes += _BITSANDBYTES_BYTES
     words = precision if config.model.quantization is None else f"{config.model.quantization} over {precision}"
     return Memory(fixed_bytes, row_bytes, words)
 
@@ -166,9 +166,11 @@ def memory_of(shape: Shape, config: RunConfig, data: PackedDataset, precision: s
 def _kept_width(shape: Shape, config: RunConfig) -> int:
     """Numbers that are kept for the backward pass, of a position in all layers."""
     layer = 10 * shape.hidden + 4 * shape.feed_forward + 2 * shape.num_target_ranks(config.lora)
-    if config.lora.dora:
+    if config.lora.dora or config.model.quantization:
         layer += 2 * shape.num_target_outputs(config.lora)
-    return shape.num_layers * shape.hidden + layer if config.slice.gradient_checkpointing else shape.num_layers * layer
+    if config.slice.gradient_checkpointing:
+        return shape.num_layers * shape.hidden + _LAYERS_WHEN_RECOMPUTED * layer
+    return shape.num_layers * layer
 
 
 def _weight_bytes(shape: Shape, settings: ModelConfig, number_bytes: int) -> int:

@@ -1,6 +1,8 @@
 """What of this machine may change the rounding of a result: threads, versions, the kind of processor."""
 
+import importlib.metadata
 import platform
+from contextlib import suppress
 
 import peft
 import torch
@@ -18,7 +20,7 @@ def use_threads(num_threads: int) -> int:
 
 def versions() -> dict[str, str]:
     """What may change the rounding of a result."""
-    return {
+    found = {
         "hotlap": hotlap.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -26,3 +28,6 @@ def versions() -> dict[str, str]:
         "peft": peft.__version__,
         "processor": torch.backends.cpu.get_cpu_capability(),
     }
+    with suppress(importlib.metadata.PackageNotFoundError):
+        found["bitsandbytes"] = importlib.metadata.version("bitsandbytes")
+    return found
