@@ -6,13 +6,13 @@
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import spread
 from hotlap.config import RunConfig
 from hotlap.data.estimate import memory_of, shape_of
 from hotlap.data.prepare import locate, prepare
@@ -47,7 +47,7 @@ def main() -> None:
             found = measure(config, arguments.model)
             errors.append(found["estimated_bytes"] / found["measured_bytes"] - 1.0)
             print(json.dumps({"setting": name, **found, "error": round(errors[-1], 3)}), flush=True)
-    print(json.dumps({"median |error|": round(statistics.median(map(abs, errors)), 3), "range": spread(errors)}))
+    print(json.dumps({"error": spread(errors), "|error|": spread([abs(error) for error in errors])}))
 
 
 def config_of(model: Path, data: Path, scratch: Path, name: str) -> RunConfig:
@@ -75,10 +75,6 @@ def measure(config: RunConfig, model: Path) -> dict[str, int]:
     if process.returncode != 0:
         raise SystemExit(f"{config.run} ended with {process.returncode}")
     return {"estimated_bytes": estimated, "measured_bytes": usage.ru_maxrss * 1024}
-
-
-def spread(errors: list[float]) -> list[float]:
-    return [round(min(errors), 3), round(max(errors), 3)]
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -62,7 +63,8 @@ def generate(
             text = f"> {answer['prompt']}\n{answer['text']}\n" if len(texts) > 1 else answer["text"]
             click.echo(plain(text))
 
-    ask(model_folder, choice and choice.folder, texts, max_new_tokens, show, _chat_template(folder), settings)
+    asked_as = {"model": settings, **_asked_as_trained(folder)}
+    ask(model_folder, choice and choice.folder, texts, max_new_tokens, show, asked_as)
 
 
 def ask(
@@ -71,11 +73,11 @@ def ask(
     prompts: Sequence[str],
     max_new_tokens: int,
     on_answer: Callable[[dict[str, Any]], None],
-    chat_template: str | None = None,
-    settings: dict[str, Any] | None = None,
+    asked_as: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """`prompt`, `text` and `num_tokens` of every answer, in the prompts' order; `on_answer` gets each as it comes.
-    `settings` are those of `[model]`, with the precision that was chosen; absent: float32, not quantized.
+    `asked_as` may name a `chat_template` file, a `system` message, and as `model` the settings of `[model]` with the
+    precision that was chosen; without these the model is float32 and not quantized.
 
     Raises:
         HotlapError: what the answering process ended with, of the same class.
@@ -84,16 +86,8 @@ def ask(
     """
     from hotlap import child, clock, durable
 
-    order: dict[str, Any] = {
-        "model_folder": str(model_folder),
-        "adapter": adapter and str(adapter),
-        "prompts": list(prompts),
-    }
-    if chat_template is not None:
-        order["chat_template"] = chat_template
-    if settings is not None:
-        order["model"] = settings
-    text = durable.canonical_json({**order, "max_new_tokens": max_new_tokens})
+    order = {"model_folder": str(model_folder), "adapter": adapter and str(adapter), "prompts": list(prompts)}
+    text = durable.canonical_json({**order, **asked_as, "max_new_tokens": max_new_tokens})
     if (num_bytes := len(text.encode())) > _MOST_ORDER_BYTES:
         raise errors.UsageError(f"The prompts have {num_bytes:,} bytes, and {_MOST_ORDER_BYTES:,} fit. Ask fewer.")
     answers: list[dict[str, Any]] = []
@@ -186,18 +180,22 @@ def _base_model(run: "RunFolder") -> tuple[Path, dict[str, Any]]:
     return folder, {**identity.trajectory.get("model", {}), "precision": identity.precision}
 
 
-def _chat_template(run: "RunFolder") -> str | None:
-    """The file that takes the place of the model's own template, if the run was trained with one."""
+def _asked_as_trained(run: "RunFolder") -> dict[str, str]:
+    """What a run was trained with and is asked with too: its own chat template, its system message."""
     from hotlap import artifacts
     from hotlap.runs import read_identity
 
     identity = read_identity(run)
-    if identity is None or "chat_template" not in identity.data_pins:
-        return None
-    path: str = identity.trajectory["data"]["chat_template"]
+    if identity is None:
+        return {}
+    data: dict[str, Any] = identity.trajectory.get("data", {})
+    asked_as = {"system": data["system"]} if data.get("system") else {}
+    if "chat_template" not in identity.data_pins:
+        return asked_as
+    path: str = data["chat_template"]
     if differences := artifacts.changed(Path(path), artifacts.pins_from_json(identity.data_pins["chat_template"])):
         raise errors.RunChanged(f"{path} is not what {run.name} was trained with: {'; '.join(differences)}.")
-    return path
+    return {**asked_as, "chat_template": path}
 
 
 def _text_of(prompt: str) -> str:

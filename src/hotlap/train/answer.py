@@ -63,8 +63,10 @@ class Sampler:
         self._model = model
         self._renderer = Renderer(model_folder, config.data, Path(template) if template else None)
         self._num_new = config.eval.sample_tokens
+        first = [] if config.data.system is None else [Message("system", config.data.system)]
         self._prompts = [
-            (prompt, self._renderer.encode_prompt([Message("user", prompt)])) for prompt in config.eval.sample_prompts
+            (prompt, self._renderer.encode_prompt([*first, Message("user", prompt)]))
+            for prompt in config.eval.sample_prompts
         ]
 
     def answers(self, check_time: Callable[[], None]) -> list[tuple[str, str]]:
