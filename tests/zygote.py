@@ -123,7 +123,7 @@ class Zygote:
     def close(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=60)  # leaving torch takes seconds on a busy machine
         self._reader.join(timeout=10)
         assert self._process.stdout
         self._process.stdout.close()

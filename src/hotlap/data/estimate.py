@@ -60,6 +60,8 @@ class Shape:
     attention: int
     key_value: int
     is_tied: bool
+    per_layer_embeddings: int = 0
+    """Parameters of the embeddings that every layer has besides, in models that have such."""
 
     @property
     def num_layer_parameters(self) -> int:
@@ -68,7 +70,8 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        return self.num_layer_parameters + self.vocabulary * self.hidden * (1 if self.is_tied else 2)
+        embeddings = self.vocabulary * self.hidden * (1 if self.is_tied else 2) + self.per_layer_embeddings
+        return self.num_layer_parameters + embeddings
 
     def num_adapter_parameters(self, lora: LoraConfig) -> int:
         return self.num_layers * lora.rank * sum(inputs + outputs for inputs, outputs in self._targets(lora))
@@ -115,6 +118,9 @@ def shape_of(model_folder: Path) -> Shape:
             attention=heads * head,
             key_value=(fields.get("num_key_value_heads") or heads) * head,
             is_tied=bool(fields.get("tie_word_embeddings", False)),
+            per_layer_embeddings=fields.get("vocab_size_per_layer_input", 0)
+            * fields.get("hidden_size_per_layer_input", 0)
+            * fields["num_hidden_layers"],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MissingArtifact(

@@ -190,7 +190,8 @@ def with_halving(
         if num_rows == 1:
             raise OutOfMemory(
                 f"One row does not fit into memory at {what} ({words}). The step before is intact. "
-                f"Lower data.seq_len or lora.rank; changed settings start a run of their own."
+                f"Set slice.gradient_checkpointing = true, which changes nothing that is learned; or lower data.seq_len or "
+                f"lora.rank, which starts a run of its own."
             )
         num_rows //= 2
         if torch.cuda.is_available():
