@@ -190,8 +190,8 @@ def with_halving(
         if num_rows == 1:
             raise OutOfMemory(
                 f"One row does not fit into memory at {what} ({words}). The step before is intact. "
-                f"Lower data.seq_len or lora.rank, which starts a run of its own, or set slice.gradient_checkpointing = "
-                f"true, which goes on with this one."
+                f"Lower data.seq_len or lora.rank, which starts a run of its own, or set slice.gradient_checkpointing "
+                f"= true, which goes on with this one."
             )
         num_rows //= 2
         if torch.cuda.is_available():
