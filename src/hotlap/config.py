@@ -144,8 +144,10 @@ class RunConfig(Config):
             **self.trajectory,
             **{key: Path(getattr(self, key)).name for key in ("base_model", "dataset")},
         }
-        if self.data.eval_dataset is not None:
-            settings["data"] = {**settings["data"], "eval_dataset": Path(self.data.eval_dataset).name}
+        data = settings["data"]
+        places = {key: Path(data[key]).name for key in ("eval_dataset", "chat_template") if data[key] is not None}
+        mix = [{**item, "dataset": Path(item["dataset"]).name} for item in data["mix"]]
+        settings["data"] = {**data, **places, "mix": mix}
         if self.lora.init_from is not None:
             # Every run's adapter lies in a folder of that name; the run tells them apart.
             settings["lora"] = {**settings["lora"], "init_from": "/".join(Path(self.lora.init_from).parts[-2:])}
