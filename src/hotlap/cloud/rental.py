@@ -129,12 +129,14 @@ def _found_anywhere(config: RunConfig) -> RunConfig:
     data = config.data
     places = {key: _absolute(text) for key in _DATA_PLACES if (text := getattr(data, key)) is not None}
     mix = tuple(item.model_copy(update={"dataset": _absolute(item.dataset)}) for item in data.mix)
+    start = config.lora.init_from
     return config.model_copy(
         update={
             "run": config.run_name,
             "base_model": _absolute(config.base_model),
             "dataset": _absolute(config.dataset),
             "data": data.model_copy(update={**places, "mix": mix}),
+            "lora": config.lora.model_copy(update={"init_from": start and _absolute(start)}),
             "output_dir": str(Path(config.output_dir).absolute()),
         }
     )

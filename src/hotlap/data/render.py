@@ -76,6 +76,11 @@ class Renderer:
         return self._tokenizer.eos_token_id
 
     @property
+    def num_tokens(self) -> int:
+        """One more than the largest token, added ones included."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
     def pad_token_id(self) -> int:
         """What fills a row. Padding is marked by its segment, so any token serves, the end token too."""
         candidates = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
