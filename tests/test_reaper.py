@@ -7,19 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from money import make_lease
 
 from hotlap import clock
+from hotlap.cli import cli
 from hotlap.cloud import cron, reaper
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import LocalProvider
+from hotlap.cloud.machine_files import MachineFolder
 from hotlap.cloud.proof import Evidence, Patience, is_proven, look
 from hotlap.cloud.provider import MAX_TTL_S, Listing, ListingBroken, Machine, Start, Tags, event_in, read_tags
 from hotlap.cloud.reaper import Reaper, Report, doomed, lease_of, unseen, warnings_of
 from hotlap.config import CloudConfig
-from hotlap.errors import ProviderFailed, Survivors
+from hotlap.errors import ProviderFailed, Survivors, UsageError
 
 pytestmark = pytest.mark.money
 
@@ -249,6 +252,8 @@ def test_the_crontab_gets_our_line_once_and_keeps_the_others() -> None:
     assert table.startswith("0 3 * * * backup\n*/5 * * * * ") and again.count("hotlap reap") == 2  # command and mark
     assert again.splitlines()[-1].startswith("*/2 ") and "'/home/a b'" in again
     assert cron.crontab_with("", 1, Path("/h")).startswith("* * * * * ")
+    both = cron.crontab_with(table, 5, Path("/second")).splitlines()
+    assert both[:2] == table.splitlines() and "/second" in both[2] and len(both) == 3
 
 
 def test_without_cron_a_systemd_timer_is_written_and_told(
@@ -266,6 +271,25 @@ def test_without_cron_a_systemd_timer_is_written_and_told(
     assert f"HOTLAP_HOME={home}" in (tmp_path / "units" / "hotlap-reap.service").read_text()
     assert called[-1] == ["systemctl", "--user", "enable", "--now", "hotlap-reap.timer"]
     assert any("OnUnitActiveSec" in line for line in said) and "reaper.env" in said[-1]
+
+
+def test_a_crontab_that_cannot_be_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real program in the place of crontab, which keeps its table in a file."""
+    table, program = tmp_path / "table", tmp_path / "crontab"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    listing = f'#!/bin/sh\nif [ "$1" = -l ]; then {{}}; else cat > {table}; fi\n'
+    program.write_text(listing.format("echo 'cannot open the spool' >&2; exit 1"))
+    program.chmod(0o755)
+    with pytest.raises(UsageError, match="left as it is: cannot open the spool"):
+        cron.install(CloudConfig())
+    assert not table.exists()
+    program.write_text(listing.format("echo 'no crontab for me' >&2; exit 1"))
+    cron.install(CloudConfig.model_validate({"reaper": {"period_minutes": 90.5}}))
+    assert table.read_text().startswith("*/59 * * * * ")
+    program.write_text(listing.format(f"cat {table}"))
+    with pytest.raises(UsageError, match="has no --dry-run"):
+        CliRunner().invoke(cli, ["reap", "--install-cron", "--dry-run"], catch_exceptions=False, standalone_mode=False)
+    assert table.read_text().startswith("*/59 ")
 
 
 def test_cron_s_line_runs_a_pass_in_cron_s_environment(home: Path) -> None:
@@ -289,3 +313,20 @@ def test_lines_are_events_or_talk() -> None:
     assert event_in('HOTLAP: {"event": "boot", "boot_id": "b"}') == {"event": "boot", "boot_id": "b"}
     for talk in ("hello", "HOTLAP: {", "HOTLAP: [1]", 'HOTLAP: {"event": 1}', '{"event": "boot"}'):
         assert event_in(talk) is None
+
+
+def test_a_machine_that_ended_long_ago_costs_until_its_end(home: Path) -> None:
+    provider, ledger = LocalProvider(home=home, grace_s=0.2), Ledger(CloudConfig())
+    now_s = time.time()
+    lease = make_lease("a" * 16, began_s=now_s - 100, not_after_s=int(now_s) + 1)
+    ledger.hold(lease)
+    machine = rent(provider, lease.lease_id, 1.0)
+    ledger.note_machine(lease.lease_id, machine.machine_id)
+    folder = MachineFolder(home / "machines" / machine.machine_id)
+    while (dead := folder.dead()) is None:
+        time.sleep(0.05)
+    # As if nobody had come for a while.
+    folder.write_dead({**dead, "at_s": now_s - 40.0})
+    report = Reaper(provider, ledger, CloudConfig(), "me").reap(patience())
+    (closed,) = report.closed
+    assert (closed.state, closed.gpu_s, closed.usd_micros) == ("settled", 61, 61_000)

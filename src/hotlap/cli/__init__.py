@@ -14,6 +14,7 @@ from hotlap.cli.budget import budget
 from hotlap.cli.demo import demo
 from hotlap.cli.doctor import doctor
 from hotlap.cli.generate import generate
+from hotlap.cli.init import init
 from hotlap.cli.launch import launch
 from hotlap.cli.machines import machines
 from hotlap.cli.prefetch import prefetch
@@ -39,8 +40,9 @@ def cli() -> None:
     """
 
 
-COMMANDS = (
+for command in (
     demo,
+    init,
     doctor,
     prefetch,
     preview,
@@ -54,9 +56,7 @@ COMMANDS = (
     reap,
     budget,
     speedrun,
-)
-
-for command in COMMANDS:
+):
     cli.add_command(command)
 
 
