@@ -1,4 +1,4 @@
-"""A real trial program for tests: it keeps to the protocol of docs/research.md and computes an analytic loss with noise.
+"""A real trial program for tests: it keeps to the protocol of docs/research.md; its loss is analytic, with noise.
 
 Its axes are eight numbers in [0, 1] whose best values are known. `trick` makes it fail the ways real trials fail, and
 so do files in the folder that it is told to look at: `data` of the study.

@@ -19,6 +19,7 @@ from hotlap.cli.machines import machines
 from hotlap.cli.prefetch import prefetch
 from hotlap.cli.preview import preview
 from hotlap.cli.reap import reap
+from hotlap.cli.research import research
 from hotlap.cli.runs import logs, runs, stop
 from hotlap.cli.train import train
 from hotlap.errors import HotlapError
@@ -38,7 +39,22 @@ def cli() -> None:
     """
 
 
-for command in (demo, doctor, prefetch, preview, train, runs, logs, stop, generate, launch, machines, reap, budget):
+for command in (
+    demo,
+    doctor,
+    prefetch,
+    preview,
+    train,
+    runs,
+    logs,
+    stop,
+    generate,
+    launch,
+    machines,
+    reap,
+    budget,
+    research,
+):
     cli.add_command(command)
 
 

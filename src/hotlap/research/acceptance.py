@@ -9,7 +9,7 @@ drawn towards a prior that counts as four more runs.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist, fmean
@@ -30,7 +30,7 @@ LOOKS = {4: 2.373, 8: 1.678}
 NUM_PAIRS = max(LOOKS)
 SENTINELS_KEPT = 6
 _DRIFT_SIGMAS = 2.5
-_FEWER_PARAMS = 0.99
+_SIZE_DIFFERS = 0.01
 
 Outcome = Literal["reject_screen", "confirm", "provisional", "reject_confirm", "tie_kept", "tie_swapped"]
 
@@ -100,18 +100,26 @@ def judge_confirm(
     incumbent: Sequence[float],
     runs: tuple[float, float],
     s: float,
-    params: tuple[int | None, int | None] = (None, None),
+    breaks_tie: Callable[[], bool] = lambda: False,
 ) -> Judged:
-    """Two runs of the candidate against the incumbent's. `params`: sizes of candidate and incumbent, to break ties."""
+    """Two runs of the candidate against the incumbent's. `breaks_tie` is asked when they differ by less than their
+    standard error: whether the candidate is to be preferred all the same."""
     assert rule.confirm is not None
     delta, se = fmean(incumbent) - fmean(runs), s * math.sqrt(1 / 2 + 1 / len(incumbent))
     if delta > rule.confirm * se:
         return Judged("provisional", delta, se)
     if abs(delta) >= se:
         return Judged("reject_confirm", delta, se)
+    return Judged("tie_swapped" if breaks_tie() else "tie_kept", delta, se)
+
+
+def prefers_candidate(params: tuple[int | None, int | None], expected_gain: float) -> bool:
+    """Who has a tie. `params`: sizes of candidate and incumbent; the smaller one wins, and among equals the one that
+    all past runs together speak for (docs/decisions/0040)."""
     own, other = params
-    is_smaller = own is not None and other is not None and own < _FEWER_PARAMS * other
-    return Judged("tie_swapped" if is_smaller else "tie_kept", delta, se)
+    if own is not None and other is not None and abs(own - other) > _SIZE_DIFFERS * other:
+        return own < other
+    return expected_gain > 0
 
 
 def has_drifted(earlier: Sequence[float], sentinels: Sequence[float], s: float) -> bool:

@@ -148,7 +148,7 @@ class History:
             self.cell = row["cell"]
         if row["proposal"] is not None:
             self.candidates[row["proposal"]].rows.append(row)
-            self.num_since_anchor_run += 1
+            self.num_since_anchor_run += row["status"] not in DISTURBED
             return
         self._attribute(row, row["config"], row["config_hash"])
         if row["status"] == OK and row["role"] in ("baseline", "sentinel"):

@@ -13,8 +13,11 @@ from hotlap.research.acceptance import Judged, Noise
 from hotlap.research.history import DISTURBED, FAILED, OK, SCHEMA, Anchor, Candidate, History, Row, loss_of
 from hotlap.research.space import Settings, config_hash
 
-_MAX_INVALID = 1
-_MAX_KILLED = 5
+_MAX_DISTURBED = 1
+_MAX_KILLED = 2
+_MAX_LOST = 12
+"""Runs of one proposal that may be lost for any reason, the study's own death included, before it is given up."""
+
 _MAX_FAILED_ANCHOR_RUNS = 3
 _PLATEAU_PROPOSALS = 10
 _PLATEAU_SIGMAS = 0.25
@@ -125,9 +128,10 @@ def _next_for(candidate: Candidate, history: History, secret: bytes, is_ready: b
         outcome = "reject_confirm" if losses else "reject_screen"
         return Decide(_decision(history, secret, candidate, outcome, None, f"its run ended {last} ({words})"))
     if last in DISTURBED:
-        statuses = [row["status"] for row in candidate.rows]
-        if statuses.count("invalid_machine") > _MAX_INVALID or statuses.count("killed") > _MAX_KILLED:
-            reason = f"{len(statuses) - len(losses)} of its runs were disturbed ({last})"
+        words = [row["error_class"] for row in candidate.rows if row["status"] in DISTURBED]
+        num_killed = sum(word not in ("Disturbed", "StudyDied") for word in words)
+        if words.count("Disturbed") > _MAX_DISTURBED or num_killed > _MAX_KILLED or len(words) > _MAX_LOST:
+            reason = f"{len(words)} of its runs were lost ({last})"
             return Decide(_decision(history, secret, candidate, "not_judged", None, reason))
         return _start_again(history, secret, candidate)
     if not is_ready:
@@ -143,8 +147,12 @@ def _judge(candidate: Candidate, history: History) -> Judged:
     losses, incumbent = candidate.losses, history.anchor.losses
     if len(losses) == 1:
         return acceptance.judge_screen(rule, incumbent, losses[0], s)
-    params = (candidate.rows[-1]["params"], history.anchor.runs[-1]["params"])
-    return acceptance.judge_confirm(rule, incumbent, (losses[0], losses[1]), s, params)
+
+    def breaks_tie() -> bool:
+        params = (candidate.rows[-1]["params"], history.anchor.runs[-1]["params"])
+        return acceptance.prefers_candidate(params, proposer.expected_gain(history, candidate, s))
+
+    return acceptance.judge_confirm(rule, incumbent, (losses[0], losses[1]), s, breaks_tie)
 
 
 def _start_again(history: History, secret: bytes, candidate: Candidate) -> Start:
@@ -308,6 +316,6 @@ def _in_words(judged: Judged) -> str:
         "provisional": "better beyond its standard error",
         "reject_confirm": "its second run did not bear the first one out",
         "tie_kept": "no difference to speak of",
-        "tie_swapped": "no difference to speak of, and smaller",
+        "tie_swapped": "no difference to speak of, and smaller or favored by past runs",
     }
     return f"{words[judged.outcome]}: {judged.delta:+.4f} ± {judged.se:.4f} nats per byte"

@@ -14,7 +14,7 @@ import numpy as np
 
 from hotlap.research import seeds
 from hotlap.research.acceptance import Noise
-from hotlap.research.history import FAILED, History, loss_of
+from hotlap.research.history import FAILED, Candidate, History, loss_of
 from hotlap.research.space import Settings, Space, Value, config_hash
 from hotlap.research.surrogate import Array, Evidence, Surrogate, expected_improvement, feasibility
 
@@ -50,6 +50,19 @@ def propose(history: History, noise: Noise, source: random.Random) -> Proposal |
 def is_placebo(secret: bytes, number: int, every: int) -> bool:
     """Whether a proposal is secretly no change: one in every so many, at a place nobody can foresee."""
     return number % every == seeds.number(secret, "placebo", number // every) % every
+
+
+def expected_gain(history: History, candidate: Candidate, s: float) -> float:
+    """How much lower than the anchor's a candidate's loss is expected to be after its own runs, by all past runs
+    together; 0 from proposers that have no such expectation."""
+    if history.study.proposer != "gp1":
+        return 0.0
+    center, place = _place(history.space, history.anchor.config), _place(history.space, candidate.first["config"])
+    evidence, losses = evidence_of(history), candidate.losses
+    loss, count = np.array([sum(losses) / len(losses)]), float(len(losses))
+    surrogate = Surrogate(evidence.with_runs(place[None, :], loss, count), s, center)
+    mean, _ = surrogate.predict(np.array([center, place]))
+    return float(mean[0] - mean[1])
 
 
 # --- the three ---
@@ -92,7 +105,7 @@ def _gp1(history: History, noise: Noise, source: random.Random) -> Proposal | No
     in_flight = [candidate.first["config"] for candidate in history.in_progress]
     if in_flight:  # as if they had come out as expected, or all would go to one place
         there = np.array([_place(space, config) for config in in_flight])
-        evidence = _with_expected(evidence, there, surrogate)
+        evidence = evidence.with_runs(there, surrogate.predict(there)[0], 1.0)
         surrogate = Surrogate(evidence, noise.s, center)
     points = np.array([_place(space, {**anchor, name: new}) for name, new in moves])
     mean, sd = surrogate.predict(points)
@@ -164,16 +177,6 @@ def evidence_of(history: History) -> Evidence:
     shape = (len(failed), len(points[0]))
     counts = [float(len(runs)) for runs in groups]
     return Evidence(np.array(points), np.array(losses), np.array(counts), np.array(failed).reshape(shape))
-
-
-def _with_expected(evidence: Evidence, points: Array, surrogate: Surrogate) -> Evidence:
-    mean, _ = surrogate.predict(points)
-    return Evidence(
-        np.concatenate([evidence.points, points]),
-        np.concatenate([evidence.losses, mean]),
-        np.concatenate([evidence.counts, np.ones(len(points))]),
-        evidence.failed,
-    )
 
 
 def _place(space: Space, config: Settings) -> Array:

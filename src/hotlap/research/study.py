@@ -13,7 +13,7 @@ from typing import Any
 
 import hotlap
 from hotlap import child, clock, durable
-from hotlap.errors import CorruptFile, HotlapError, RunChanged
+from hotlap.errors import INTERRUPTED, CorruptFile, HotlapError, RunChanged, UsageError
 from hotlap.research import acceptance, board, space
 from hotlap.research.executor import (
     NUMBERS,
@@ -62,23 +62,25 @@ class Study:
         return self._journal.history
 
     def run(self, plan: Plan) -> str:
-        """Act until the plan is finished. Returns the reason, `stopped` after a stop signal.
+        """Act until the plan is finished. Returns the reason; after a stop signal `stopped`, or `interrupted` after
+        a second Ctrl-C.
 
         Raises:
             HotlapError: what the plan says stands in the way, or a run that does not belong to this study.
         """
-        is_stopping = False
+        stop: str | None = None
         while True:
-            action = Wait() if is_stopping and self.history.open else plan(self.history, self._secret)
-            if is_stopping and not isinstance(action, Decide | Wait):
-                return "stopped"
+            action = Wait() if stop and self.history.open else plan(self.history, self._secret)
+            if stop and not isinstance(action, Decide | Wait):
+                return stop
             if isinstance(action, Decide):
                 self._append({**action.row, "at": _now()})
             elif isinstance(action, Start) and len(self.history.open) < self.history.study.workers:
                 self._start(action)
             elif self.history.open:
                 ending = self._executor.next_ended()
-                is_stopping = is_stopping or ending.was_stopped
+                if ending.was_stopped:
+                    stop = "interrupted" if ending.fields["exit_code"] == INTERRUPTED else stop or "stopped"
                 self._record(ending)
             elif isinstance(action, Finish):
                 if action.error:
@@ -262,5 +264,25 @@ def _now() -> str:
     return clock.utc_text(clock.wall_s())
 
 
-def folder_of(file: StudyFile, output_dir: Path) -> StudyFolder:
-    return StudyFolder(output_dir / file.study.name)
+def find_folder(study: Path, output_dir: Path) -> StudyFolder:
+    """A study's folder: by its TOML file, by its name in `output_dir`, or by the folder itself.
+
+    Raises:
+        UsageError: there is no such file and no such study.
+    """
+    if study.suffix == ".toml":
+        return StudyFolder(output_dir / space.load_study(study).study.name)
+    for path in (output_dir / study, study):
+        if (path / "experiments.jsonl").is_file():
+            return StudyFolder(path)
+    raise UsageError(f"There is no study {str(study)!r} in {output_dir}/. Give its TOML file, its name or its folder.")
+
+
+def file_of(study: Path, folder: StudyFolder) -> StudyFile:
+    """What describes a study: its TOML file if that was given, else what its journal says."""
+    if study.suffix == ".toml":
+        return space.load_study(study)
+    history = folder.read()
+    assert history.campaign is not None, folder.path
+    tree = {"study": history.study.model_dump(), **{key: history.campaign[key] for key in ("start", "range")}}
+    return StudyFile.model_validate(tree)

@@ -33,6 +33,15 @@ class Evidence:
     failed: Array
     """(F, D)"""
 
+    def with_runs(self, points: Array, losses: Array, count: float) -> "Evidence":
+        """As if these had run too, each so many times."""
+        return Evidence(
+            np.concatenate([self.points, points]),
+            np.concatenate([self.losses, losses]),
+            np.concatenate([self.counts, np.full(len(points), count)]),
+            self.failed,
+        )
+
 
 class Surrogate:
     """The posterior after `evidence`, with the noise `s` of one run."""
