@@ -23,8 +23,14 @@ def make_study(folder: Path, noise: float = 0.005, sleep_s: float = 0.0, start: 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "world.json").write_text(json.dumps({"noise": noise, "sleep_s": sleep_s}))
     values = {
-        "name": "bowl", "program": str(PROGRAM), "data": "world.json", "budget_s": 0.5, "setup_s": 20.0,
-        "baseline_runs": 3, "axes": ["x0", "x1", "x2", "x3"], "threads": 1,
+        "name": "bowl",
+        "program": str(PROGRAM),
+        "data": "world.json",
+        "budget_s": 0.5,
+        "setup_s": 20.0,
+        "baseline_runs": 3,
+        "axes": ["x0", "x1", "x2", "x3"],
+        "threads": 1,
     } | settings
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
     path = folder / "study.toml"

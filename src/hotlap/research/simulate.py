@@ -245,10 +245,28 @@ def draw_bowl(source: np.random.Generator, height: float = 10.0) -> Bowl:
 
 def search_regrets(study: StudyConfig, bowl: Bowl, checkpoints: Sequence[int], seed: int) -> list[float]:
     """True loss of the anchor above the optimum, in units of the noise, after so many runs."""
+    regrets: list[float] = []
+
+    def look(history: History) -> bool:
+        while len(regrets) < len(checkpoints) and history.num_ended >= checkpoints[len(regrets)]:
+            regrets.append(bowl(history.anchor.config) or 0.0)
+        return len(regrets) == len(checkpoints)
+
+    history = _search(study, bowl, seed, look)
+    last = bowl(history.anchor.config) or 0.0
+    return regrets + [last] * (len(checkpoints) - len(regrets))
+
+
+def search(study: StudyConfig, bowl: Bowl, num_runs: int, seed: int) -> History:
+    """What a study's journal would hold after so many runs."""
+    return _search(study, bowl, seed, lambda history: history.num_ended >= num_runs)
+
+
+def _search(study: StudyConfig, bowl: Bowl, seed: int, is_over: Callable[[History], bool]) -> History:
+    """Until it is over, between two proposals, or nothing more is proposed."""
     secret, source = str(seed).encode(), np.random.default_rng(seed)
     history = _begin(study, bowl)
-    regrets: list[float] = []
-    while len(regrets) < len(checkpoints):
+    while history.in_progress or not is_over(history):
         action = plan.next_in_search(history, secret, "2000-01-01", None)
         if isinstance(action, plan.Decide):
             history.apply({**action.row, "at": "2000-01-01"})
@@ -261,10 +279,7 @@ def search_regrets(study: StudyConfig, bowl: Bowl, checkpoints: Sequence[int], s
             if error is not None:
                 raise TrainingFailed(f"The simulated search stopped: {error}") from error
             break
-        if history.num_ended >= checkpoints[len(regrets)] and not history.in_progress:
-            regrets.append(bowl(history.anchor.config) or 0.0)
-    last = bowl(history.anchor.config) or 0.0
-    return regrets + [last] * (len(checkpoints) - len(regrets))
+    return history
 
 
 def _begin(study: StudyConfig, bowl: Bowl) -> History:
