@@ -14,7 +14,7 @@ from hotlap.research.executor import ask_axes, code_hash_of
 from hotlap.research.space import Axis, Space, StudyConfig, config_hash, load_study, space_of
 
 LR = Axis(name="lr", kind="log", default=1e-3, low=1e-4, high=1e-2)
-DEPTH = Axis(name="depth", kind="int", default=2, low=1, high=12)
+DEPTH = Axis(name="depth", kind="integer", default=2, low=1, high=12)
 HALF_LIFE = Axis(name="half_life", kind="log", default=70_000, low=1e3, high=1e7)
 WIDTH = Axis(name="width", kind="choice", default=64, choices=(32, 48, 64, 96))
 CAP = Axis(name="cap", kind="choice", default=15, choices=(None, 10, 15))
@@ -34,7 +34,7 @@ def test_places_of_values() -> None:
 def test_every_place_has_a_value_on_the_axis(place: float, axis: Axis) -> None:
     value = axis.at(place)
     assert axis.complaint(value) is None
-    assert abs(axis.unit(value) - min(1.0, max(0.0, place))) < (0.2 if axis.choices or axis.kind == "int" else 0.02)
+    assert abs(axis.unit(value) - min(1.0, max(0.0, place))) < (0.2 if axis.choices or axis.kind == "integer" else 0.02)
 
 
 def test_near_values() -> None:

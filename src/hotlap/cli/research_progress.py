@@ -42,7 +42,8 @@ class StudyProgress:
     def __exit__(
         self, _type: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
 
     def say(self, text: str) -> None:
         self._console.print(escape(plain(text)))
@@ -56,7 +57,7 @@ class StudyProgress:
     def on_row(self, row: dict[str, Any], history: "History") -> None:
         if row["kind"] == "started":
             with self._turn:
-                name = escape(plain(f"{row['run_id']} {row['role']} {_change(row)}"))
+                name = escape(plain(f"{row['run_id']} {row['role']}{_change(row)}"))
                 self._tasks[row["run_id"]] = self._bar.add_task(name, total=1.0, facts="")
         elif row["kind"] == "run":
             with self._turn:
@@ -64,7 +65,7 @@ class StudyProgress:
                     self._bar.remove_task(self._tasks.pop(row["run_id"]))
             loss = row["val_search_nats_per_byte"]
             told = row["status"] if loss is None else f"{row['status']} {loss:.4f} nats/byte"
-            self.say(f"{row['run_id']} {row['role']} {_change(row)}: {told}{_why(row)}")
+            self.say(f"{row['run_id']} {row['role']}{_change(row)}: {told}{_why(row)}")
         elif row["kind"] == "decision":
             hidden = " (a placebo: nothing was changed)" if row["placebo"] else ""
             elapsed = hms(clock.monotonic_s() - self._began_s)
@@ -72,7 +73,7 @@ class StudyProgress:
 
 
 def _change(row: dict[str, Any]) -> str:
-    return "" if row["axis"] is None else f"{row['axis']} {row['old']} → {row['new']}"
+    return "" if row["axis"] is None else f" {row['axis']} {row['old']} → {row['new']}"
 
 
 def _why(row: dict[str, Any]) -> str:

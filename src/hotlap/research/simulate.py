@@ -5,6 +5,7 @@ a rule: candidates are judged by `acceptance.py`, and whole searches are planned
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -267,7 +268,7 @@ def _search(study: StudyConfig, bowl: Bowl, seed: int, is_over: Callable[[Histor
     secret, source = str(seed).encode(), np.random.default_rng(seed)
     history = _begin(study, bowl)
     while history.in_progress or not is_over(history):
-        action = plan.next_in_search(history, secret, "2000-01-01", None)
+        action = plan.next_in_search(history, secret, "2000-01-01", sys.maxsize)  # also where little is expected
         if isinstance(action, plan.Decide):
             history.apply({**action.row, "at": "2000-01-01"})
         elif isinstance(action, plan.Start):

@@ -28,7 +28,7 @@ class Axis(Config):
     """One dimension. `kind` fixes the way between its values and [0, 1]."""
 
     name: str
-    kind: Literal["log", "linear", "int", "choice"]
+    kind: Literal["log", "linear", "integer", "choice"]
     default: Value
     low: float | None = None
     high: float | None = None
