@@ -1,7 +1,7 @@
 """Proposers against each other on simulated searches: `python -m benchmarks.search [--repeats N]`.
 
 Regret is the true loss of the anchor above the optimum, in standard deviations of one run, after so many runs of every
-kind (baseline, repeats, sentinels and placebos count). Every repeat draws a bowl of its own; all proposers get the same.
+kind (baseline, repeats, sentinels and placebos count). Every repeat draws a bowl of its own, the same for all.
 """
 
 import argparse

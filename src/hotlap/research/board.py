@@ -14,6 +14,7 @@ import html
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -22,6 +23,7 @@ from hotlap import durable
 from hotlap.research import acceptance
 from hotlap.research.acceptance import Noise
 from hotlap.research.history import OK, Anchor, History, Row, StudyFolder, loss_of
+from hotlap.research.space import Settings
 
 _SHOWN_DECISIONS = 20
 _LN2 = math.log(2)
@@ -37,15 +39,15 @@ def render(history: History) -> dict[str, bytes]:
     board = leaderboard(history)
     return {
         "LEADERBOARD.md": _markdown(history, board).encode(),
-        "leaderboard.json": _json(board),
+        "leaderboard.json": _json(board, indent=None),
         "best.json": _json(_best(history, board)),
         "anchor.json": _json(_anchor(history, board)),
-        "plots.json": _json(plots(history)),
+        "plots.json": _json(plots(history), indent=None),
     }
 
 
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
+def _json(value: Any, indent: int | None = 1) -> bytes:
+    return (json.dumps(value, indent=indent, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
 # --- entries ---
@@ -61,25 +63,20 @@ class _Mean:
 def _mean_of(history: History, anchor: Anchor) -> _Mean | None:
     """A configuration's mean over the runs after its choice. None before its first run."""
     runs = [run.row for run in history.groups.get(anchor.config_hash, [])]
-    if anchor is history.anchors[0]:
+    if anchor.decision is None:
         return _Mean(fmean(map(loss_of, runs)), runs, True) if runs else None
-    number = history.anchors.index(anchor)
-    chosen_by = _deciding_rows(history)[number - 1]["run_ids_candidate"][-1]
+    chosen_by = anchor.decision["run_ids_candidate"][-1]
     after = [row for row in runs if row["run_id"] > chosen_by]
     chosen = [row for row in runs if row["run_id"] == chosen_by]
     kept = after or chosen
     return _Mean(fmean(map(loss_of, kept)), kept, bool(after))
 
 
-def _deciding_rows(history: History) -> list[Row]:
-    """The decisions that moved the anchor, in order: one for every anchor but the baseline."""
-    return [row for row in history.decisions if row["moves_anchor"] and not row["placebo"]]
-
-
 def leaderboard(history: History) -> dict[str, Any]:
     """Header, entries in their order, newest decisions, axis ledger; JSON values, null where nothing is known."""
     noise = history.noise() if history.groups.get(history.anchors[0].config_hash) else None
-    entries = [entry for anchor in history.anchors if (entry := _entry(history, anchor, noise))]
+    claims = {row["candidate_hash"]: row for row in history.decisions if row["outcome"] in ("verified", "not_verified")}
+    entries = [entry for anchor in history.anchors if (entry := _entry(history, anchor, noise, claims))]
     order = {"verified": 0, "provisional": 1, "baseline": 1}
     entries.sort(key=lambda entry: (order[entry["state"]], entry["nats_per_byte"]))
     _rank(entries)
@@ -92,27 +89,25 @@ def leaderboard(history: History) -> dict[str, Any]:
     }
 
 
-def _entry(history: History, anchor: Anchor, noise: Noise | None) -> dict[str, Any] | None:
+def _entry(history: History, anchor: Anchor, noise: Noise | None, claims: Mapping[str, Row]) -> dict[str, Any] | None:
     mean, base = _mean_of(history, anchor), _mean_of(history, history.anchors[0])
     if mean is None or base is None or noise is None:
         return None
-    number = history.anchors.index(anchor)
-    decision = _deciding_rows(history)[number - 1] if number else None
-    claim = next((row for row in reversed(history.decisions) if _is_claim_of(row, anchor)), None)
+    decision, claim = anchor.decision, claims.get(anchor.config_hash)
     proven = claim is not None and claim["outcome"] == "verified"
     half = acceptance.t_at(0.05, noise.df) * noise.s * math.sqrt(1 / len(mean.runs) + 1 / len(base.runs))
     gain = base.loss - mean.loss
     last = mean.runs[-1]
     return {
         "config_hash": anchor.config_hash,
-        "state": "verified" if proven else "provisional" if number else "baseline",
+        "state": "verified" if proven else "provisional" if decision else "baseline",
         "nats_per_byte": mean.loss,
         "bpb": mean.loss / _LN2,
         "se": noise.s / math.sqrt(len(mean.runs)),
         "num_runs": len(mean.runs),
         "is_after_choice": mean.is_after_choice,
-        "gain_on_baseline": gain if number else None,
-        "interval_90": [gain - half, gain + half] if number else None,
+        "gain_on_baseline": gain if decision else None,
+        "interval_90": [gain - half, gain + half] if decision else None,
         "gain_on_parent": decision["delta"] if decision else None,
         "change": _change(history, decision) if decision else None,
         "claim": _claim(claim) if claim else None,
@@ -121,10 +116,6 @@ def _entry(history: History, anchor: Anchor, noise: Noise | None) -> dict[str, A
         "run_ids": [row["run_id"] for row in mean.runs],
         "config": anchor.config,
     }
-
-
-def _is_claim_of(row: Row, anchor: Anchor) -> bool:
-    return row["outcome"] in ("verified", "not_verified") and row["candidate_hash"] == anchor.config_hash
 
 
 def _claim(row: Row) -> dict[str, Any]:
@@ -229,6 +220,7 @@ def plots(history: History) -> dict[str, Any]:
     runs = sorted(history.runs, key=lambda run: run.run_id)
     ok = [run for run in runs if run.status == OK]
     best = history.anchor.config_hash
+    near = [(run.config, run.loss, _changes(run.config, history.anchor.config)) for run in ok]
     curves = {run.config_hash: run.row["loss_curve"] for run in ok}
     base = history.anchors[0].config_hash
     return {
@@ -236,9 +228,7 @@ def plots(history: History) -> dict[str, Any]:
         "anchor": [[a.runs[0]["run_id"], fmean(a.losses)] for a in history.anchors if a.runs],
         "floors": _floors(history),
         "response": {
-            axis.name: [
-                [run.config[axis.name], run.loss] for run in ok if _differs_only_in(run.config, axis.name, history)
-            ]
+            axis.name: [[config[axis.name], loss] for config, loss, changed in near if changed <= {axis.name}]
             for axis in history.space.axes
         },
         "prediction": [
@@ -253,10 +243,9 @@ def plots(history: History) -> dict[str, Any]:
     }
 
 
-def _differs_only_in(config: dict[str, Any], axis: str, history: History) -> bool:
-    """Whether a configuration is the anchor but for one axis."""
-    anchor = history.anchor.config
-    return all(config[name] == anchor[name] for name in anchor if name != axis)
+def _changes(config: Settings, anchor: Settings) -> set[str]:
+    """Axes on which a configuration is not the anchor."""
+    return {name for name, value in anchor.items() if config[name] != value}
 
 
 # --- for people ---

@@ -75,7 +75,11 @@ class Anchor:
     config_hash: str
     num_needed: int
     """Runs it must have before anything is compared with it."""
+    decision: Row | None = None
+    """What made it the anchor. None: it is the baseline."""
     runs: list[Row] = field(default_factory=list)
+    attempts: list[Row] = field(default_factory=list)
+    """All its own runs, however they ended."""
 
     @property
     def losses(self) -> list[float]:
@@ -97,6 +101,9 @@ class History:
         self.runs: list[Run] = []
         self.groups: dict[str, list[Run]] = {}
         """Runs that ended ok, by the configuration that really ran."""
+        self.in_progress: list[Candidate] = []
+        """Proposals that no decision has closed."""
+        self._repeated: dict[str, list[float]] = {}
         self.decisions: list[Row] = []
         self.anchor: Anchor
         self.anchors: list[Anchor] = []
@@ -140,6 +147,7 @@ class History:
         number = row["proposal"]
         if number is not None and number not in self.candidates:
             self.candidates[number] = Candidate(number, row)
+            self.in_progress.append(self.candidates[number])
 
     def _run(self, row: Row) -> None:
         self.open.pop(row["run_id"], None)
@@ -151,6 +159,8 @@ class History:
             self.num_since_anchor_run += row["status"] not in DISTURBED
             return
         self._attribute(row, row["config"], row["config_hash"])
+        if row["role"] in ("baseline", "sentinel"):
+            self.anchor.attempts.append(row)
         if row["status"] == OK and row["role"] in ("baseline", "sentinel"):
             self.anchor.runs.append(row)
             self.num_since_anchor_run = 0
@@ -159,7 +169,10 @@ class History:
         run = Run(row["run_id"], row["role"], config, name, row["status"], row["val_search_nats_per_byte"], row)
         self.runs.append(run)
         if run.status == OK:
-            self.groups.setdefault(name, []).append(run)
+            group = self.groups.setdefault(name, [])
+            group.append(run)
+            if len(group) > 1:
+                self._repeated[name] = [loss_of(run.row) for run in group]
 
     def _decision(self, row: Row) -> None:
         self.decisions.append(row)
@@ -173,32 +186,25 @@ class History:
 
     def _close(self, candidate: Candidate, row: Row) -> None:
         candidate.decision = row
+        self.in_progress.remove(candidate)
         config = self.anchor_named(row["ran_hash"]).config if row["placebo"] else candidate.first["config"]
         for run in candidate.rows:
             self._attribute(run, config, row["ran_hash"])
         if row["moves_anchor"] and not row["placebo"]:
             # Only the last run: the first was chosen for being low.
-            self.anchor = Anchor(
-                config, row["ran_hash"], 1, [row for row in candidate.rows if row["status"] == OK][-1:]
-            )
+            last = [run for run in candidate.rows if run["status"] == OK][-1:]
+            self.anchor = Anchor(config, row["ran_hash"], 1, row, last)
             self.anchors.append(self.anchor)
             self.num_since_anchor_run = 0
 
     # --- what is asked of it ---
 
     @property
-    def in_progress(self) -> list[Candidate]:
-        return [candidate for candidate in self.candidates.values() if candidate.decision is None]
-
-    @property
     def num_judged(self) -> int:
-        return sum(candidate.decision is not None for candidate in self.candidates.values())
+        return len(self.candidates) - len(self.in_progress)
 
     def anchor_named(self, name: str) -> Anchor:
         return next(anchor for anchor in self.anchors if anchor.config_hash == name)
-
-    def losses_by_config(self) -> list[list[float]]:
-        return [[loss_of(run.row) for run in runs] for runs in self.groups.values()]
 
     def baseline_loss(self) -> float:
         """Mean of the baseline's runs."""
@@ -207,7 +213,7 @@ class History:
 
     def noise(self) -> Noise:
         ratio = acceptance.PRIOR_RATIO[self.study.device]
-        return acceptance.pooled_noise(self.losses_by_config(), ratio * self.baseline_loss())
+        return acceptance.pooled_noise(self._repeated.values(), ratio * self.baseline_loss())
 
     def pairs_of(self, candidate_hash: str) -> dict[int, dict[str, Row]]:
         """A configuration's verification runs: by pair, by arm."""

@@ -71,7 +71,7 @@ def next_in_search(history: History, secret: bytes, today: str, num_judged: int 
 
 def _next_in_search(history: History, secret: bytes, num_judged: int | None) -> Action:
     anchor = history.anchor
-    if error := _anchor_trouble(history, anchor):
+    if error := _anchor_trouble(anchor):
         return Finish("stopped", error)
     is_ready = len(anchor.runs) >= anchor.num_needed
     for candidate in history.in_progress:
@@ -198,29 +198,27 @@ def started_row(history: History, secret: bytes, role: str, config: Settings) ->
 # --- what stands in the way ---
 
 
-def _anchor_trouble(history: History, anchor: Anchor) -> HotlapError | None:
+def _anchor_trouble(anchor: Anchor) -> HotlapError | None:
     """Why the anchor cannot be run, if so it is."""
-    own = [
-        run for run in history.runs if run.role in ("baseline", "sentinel") and run.config_hash == anchor.config_hash
-    ]
-    failed = [run for run in own if run.status in FAILED]
+    own = anchor.attempts
+    failed = [row for row in own if row["status"] in FAILED]
     if len(failed) >= _MAX_FAILED_ANCHOR_RUNS:
-        row = failed[-1].row
+        row = failed[-1]
         return ChildCrashed(
             f"{len(failed)} runs of the {row['role']} failed, the last one ended {row['status']} "
             f"({row['error_class']}): {row['error_tail']}. Change [start], or mend the trial."
         )
-    if sum(run.status == "killed" and run.row["exit_code"] is not None for run in own) >= _MAX_FAILED_ANCHOR_RUNS:
+    if sum(row["status"] == "killed" and row["exit_code"] is not None for row in own) >= _MAX_FAILED_ANCHOR_RUNS:
         return ChildCrashed(
-            f"{_MAX_FAILED_ANCHOR_RUNS} runs of the {own[-1].role} were killed from outside. The system may have run "
-            f"out of memory; make the model in [start] smaller, or end whatever kills them."
+            f"{_MAX_FAILED_ANCHOR_RUNS} runs of the {own[-1]['role']} were killed from outside. The system may have "
+            f"run out of memory; make the model in [start] smaller, or end whatever kills them."
         )
-    num_disturbed = sum(run.status == "invalid_machine" for run in own)
+    num_disturbed = sum(row["status"] == "invalid_machine" for row in own)
     if len(anchor.runs) < anchor.num_needed and num_disturbed > 2 * anchor.num_needed + 2:
-        flags = ", ".join(own[-1].row["flags"]) or "see the journal"
+        flags = ", ".join(own[-1]["flags"]) or "see the journal"
         return Undecided(
-            f"{num_disturbed} runs of the {own[-1].role} were disturbed by other work on this machine ({flags}). Run "
-            f'the same command when it is quiet, or set study.on_disturbed = "use" and live with the noise.'
+            f"{num_disturbed} runs of the {own[-1]['role']} were disturbed by other work on this machine ({flags}). "
+            f'Run the same command when it is quiet, or set study.on_disturbed = "use" and live with the noise.'
         )
     return None
 

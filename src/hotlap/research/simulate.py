@@ -258,23 +258,37 @@ def search_regrets(study: StudyConfig, bowl: Bowl, checkpoints: Sequence[int], s
     return regrets + [last] * (len(checkpoints) - len(regrets))
 
 
-def search(study: StudyConfig, bowl: Bowl, num_runs: int, seed: int) -> History:
-    """What a study's journal would hold after so many runs."""
-    return _search(study, bowl, seed, lambda history: history.num_ended >= num_runs)
+def search(
+    study: StudyConfig, bowl: Bowl, num_runs: int, seed: int, keep: Callable[[Row], None] = lambda _row: None
+) -> History:
+    """What a study's journal would hold after so many runs; `keep` is given its rows."""
+    return _search(study, bowl, seed, lambda history: history.num_ended >= num_runs, keep)
 
 
-def _search(study: StudyConfig, bowl: Bowl, seed: int, is_over: Callable[[History], bool]) -> History:
+def _search(
+    study: StudyConfig,
+    bowl: Bowl,
+    seed: int,
+    is_over: Callable[[History], bool],
+    keep: Callable[[Row], None] = lambda _row: None,
+) -> History:
     """Until it is over, between two proposals, or nothing more is proposed."""
     secret, source = str(seed).encode(), np.random.default_rng(seed)
-    history = _begin(study, bowl)
+    history = History()
+
+    def append(row: Row) -> None:
+        keep(row)
+        history.apply(row)
+
+    append(_campaign_row(study, bowl))
     while history.in_progress or not is_over(history):
         action = plan.next_in_search(history, secret, "2000-01-01", sys.maxsize)  # also where little is expected
         if isinstance(action, plan.Decide):
-            history.apply({**action.row, "at": "2000-01-01"})
+            append({**action.row, "at": "2000-01-01"})
         elif isinstance(action, plan.Start):
             row = {**action.row, "started_at": "2000-01-01"}
-            history.apply(row)
-            history.apply(_ended(row, bowl(action.config), source))
+            append(row)
+            append(_ended(row, bowl(action.config), source))
         else:
             error = action.error if isinstance(action, plan.Finish) else None
             if error is not None:
@@ -283,18 +297,17 @@ def _search(study: StudyConfig, bowl: Bowl, seed: int, is_over: Callable[[Histor
     return history
 
 
-def _begin(study: StudyConfig, bowl: Bowl) -> History:
+def _campaign_row(study: StudyConfig, bowl: Bowl) -> Row:
     names = [f"x{index}" for index in range(len(bowl.start))]
     axes = tuple(Axis(name=name, kind="linear", default=0.5, low=0.0, high=1.0) for name in names)
     start: Settings = {name: float(value) for name, value in zip(names, bowl.start, strict=True)}
-    row = {
+    return {
         "schema": SCHEMA,
         "kind": "campaign",
         "campaign_id": study.name,
         "study": study.model_dump(mode="json"),
         "space": space_json(Space(axes, start)),
     }
-    return History.of([row])
 
 
 def _ended(started: Row, height: float | None, source: np.random.Generator) -> Row:
@@ -310,4 +323,5 @@ def _ended(started: Row, height: float | None, source: np.random.Generator) -> R
         "val_search_nats_per_byte": loss,
         "cell": {},
         "flags": [],
+        "ended_at": "2000-01-01",
     }
