@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from research_stage import make_study
 
 from hotlap.cli import cli
 from hotlap.cli.research import research
+from hotlap.research.space import StudyConfig, load_study
 
 SUBCOMMANDS = sorted(research.commands)
 
@@ -92,3 +94,20 @@ def test_refusals_have_their_exit_codes(tmp_path: Path) -> None:
     assert "hotlap: exit 3 guard" in serving.stderr
     path.write_text(path.read_text() + "seed_init = 1\n")
     assert "exit 2 config" in hotlap("study.toml", cwd=tmp_path, check=2).stderr
+
+
+def test_the_page_s_study_loads_and_its_commands_parse(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "research.md").read_text()
+    (block,) = re.findall(r"```toml\n(.*?)```", text, flags=re.S)
+    (tmp_path / "study.toml").write_text(block)
+    file = load_study(tmp_path / "study.toml")
+    assert file.study.name == "lr-20s" and file.start == {"lr": 1e-3} and file.range["lr"].high == 2e-2
+    lines = re.findall(r"^\$ hotlap research (.*)$", text, flags=re.M)
+    assert len(lines) == 5
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        name, args = (words[0], words[1:]) if words[0] in research.commands else ("run", words)
+        research.commands[name].make_context(name, args)
+    settings = re.findall(r"`(\w+)`", text.partition("**Settings**")[2].partition("##")[0])
+    assert {"workers", "setup_s", "trials_per_day"} <= set(settings)
+    assert set(settings) - {"two_run", "naive"} <= set(StudyConfig.model_fields)
