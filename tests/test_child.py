@@ -47,9 +47,20 @@ time.sleep(600)
     events: list[dict[str, Any]] = []
     end = run(code, seconds=1.5, on_event=events.append)
     assert end.exit_code == 124
-    for pid in (end.pid, events[0]["pid"]):
-        with pytest.raises(ProcessLookupError):
+    with pytest.raises(ProcessLookupError):
+        clock.process_birth(end.pid)
+    _wait_for_death(events[0]["pid"])  # of a grandchild nobody here can say when its kill has arrived
+
+
+def _wait_for_death(pid: int) -> None:
+    until = time.monotonic() + 20.0
+    while time.monotonic() < until:
+        try:
             clock.process_birth(pid)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"process {pid} lives")
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

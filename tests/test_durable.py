@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
@@ -269,9 +270,13 @@ def test_replace_puts_one_file_in_the_place_of_another(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_replace_is_not_disturbed_by_what_a_killed_process_left(tmp_path: Path):
-    (tmp_path / f".a.{os.getpid()}").write_bytes(b"half")
-    durable.replace(tmp_path / "a", b"new")
+def test_of_many_who_replace_a_file_at_once_one_whole_file_stays(tmp_path: Path):
+    """Threads of one process, which a name from the process's number would let into each other's half-written file."""
+    contents = [bytes([number]) * 100_000 for number in range(8)]
+    with ThreadPoolExecutor(len(contents)) as pool:
+        for _ in range(20):
+            list(pool.map(lambda data: durable.replace(tmp_path / "a", data), contents))
+            assert (tmp_path / "a").read_bytes() in contents
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

@@ -107,7 +107,12 @@ def greedy(model_folder: Path, prompt: str, num_new: int, adapter_files: Files |
 
 
 def greedy_tokens(model_folder: Path, prompt: str, num_new: int, adapter_files: Files | None = None) -> list[int]:
-    """The same, from the definition: the whole text once more for each token, the adapter added into the weights."""
+    tokens = Renderer(model_folder).encode_prompt([Message("user", prompt)])
+    return continued(model_folder, tokens, num_new, adapter_files)
+
+
+def continued(model_folder: Path, tokens: list[int], num_new: int, adapter_files: Files | None = None) -> list[int]:
+    """From the definition: the whole text once more for each token, the adapter added into the weights."""
     import torch
     from safetensors.torch import load
     from transformers import LlamaForCausalLM
@@ -118,7 +123,6 @@ def greedy_tokens(model_folder: Path, prompt: str, num_new: int, adapter_files: 
         for module in ADAPTED:
             a, b = (tensors[f"base_model.model.{module}.{name}.weight"] for name in ("lora_A", "lora_B"))
             model.get_submodule(module).weight.data += ALPHA / RANK * (b @ a)
-    tokens = Renderer(model_folder).encode_prompt([Message("user", prompt)])
     new: list[int] = []
     with torch.no_grad():
         while len(new) < num_new:
@@ -297,6 +301,29 @@ def test_a_prompt_that_cannot_be_asked_is_refused(
     error = hotlap(str(run.path), prompt, stdin=stdin).exception
     assert isinstance(error, errors.UsageError) and words in str(error)
     assert asked == []
+
+
+def test_a_run_is_asked_with_the_template_and_the_system_message_it_was_trained_with(
+    run: RunFolder, tiny_model: Path, adapter_files: Files, tmp_path: Path
+) -> None:
+    template = tmp_path / "lines.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    identity = json.loads(run.identity.read_bytes())
+    identity["trajectory"]["data"] = {"system": "Be kind.", "chat_template": str(template)}
+    identity["data_pins"] = {"chat_template": artifacts.pins_to_json(artifacts.pin(template))}
+    run.identity.write_text(json.dumps(identity))
+    seen = list(b"system: Be kind.\nuser: hi\nassistant: ")  # token ids of the byte tokenizer
+    expected = Renderer(tiny_model).decode(continued(tiny_model, seen, 8, adapter_files))
+
+    result = hotlap(str(run.path), "hi", "--max-new-tokens", "8")
+    assert result.stdout == expected + "\n", result.exception
+    assert result.stdout != greedy(tiny_model, "hi", 8, adapter_files) + "\n"
+
+    template.write_text(template.read_text() + " ")
+    assert isinstance(hotlap(str(run.path), "hi").exception, errors.RunChanged)
 
 
 def test_a_changed_base_model_is_refused(run: RunFolder, tiny_model: Path, asked: list[dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from hotlap.cloud.reaper import Reaper
 from hotlap.cloud.secrecy import redactor
 from hotlap.config import CloudConfig
 from hotlap.errors import BudgetRefused, HotlapError
+from hotlap.testing.fake_runpod import FakeRunpod
 
 pytestmark = pytest.mark.money
 
@@ -282,12 +283,22 @@ def test_money_commands_on_an_empty_home(home: Path, monkeypatch: pytest.MonkeyP
     assert {row["provider"]: row["seconds"] for row in found["worst_loss"]} == {"local": 385, "runpod": 850}
 
 
-def test_a_key_without_a_reaper_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RUNPOD_API_KEY", "planted-key")
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [("full-key", "opens the whole account"), ("pods-key", "opens pods and not the account"), ("planted-key", "did not say")],
+)
+def test_doctor_says_what_a_key_opens_and_that_nobody_reaps(
+    home: Path, monkeypatch: pytest.MonkeyPatch, key: str, words: str
+) -> None:
     problems: list[str] = []
-    found = doctor_money.examine(problems)
-    assert "hotlap reap --install-cron" in problems[0] and "planted-key" not in json.dumps([found, problems])
+    with FakeRunpod() as cloud:
+        monkeypatch.setenv("HOTLAP_RUNPOD_URL", cloud.url)
+        monkeypatch.setenv("RUNPOD_API_KEY", key)
+        found = doctor_money.examine(problems)
     rows = dict(doctor_money.rows(found))
+    assert words in rows["key"] and key not in json.dumps([found, problems])
+    assert "hotlap reap --install-cron" in problems[-1]
+    assert len(problems) == (2 if key == "planted-key" else 1)
     assert rows["reaper"].startswith("never seen") and "850 s, which at $3 an hour is $0.71" in rows["worst loss"]
 
 

@@ -12,6 +12,7 @@ import pytest
 from dying_launcher import POINTS
 from stage import CREATE, REAPER_PERIOD_S, Stage
 
+from hotlap.cloud import receipts
 from hotlap.testing.containers import Job
 from hotlap.testing.faults import Active
 from hotlap.testing.routes import Request
@@ -40,6 +41,9 @@ def judge(stage: Stage, home: Path) -> None:
     stage.reap_until(stage.age_s() + 3600.0 + REAPER_PERIOD_S)
     assert all(not lease.is_open for lease in stage.leases())
     stage.require_sound()
+    for lease in stage.leases():
+        settlement = receipts.open_receipt(lease.lease_id).facts["settlement"]
+        assert (settlement["state"], settlement["usd_micros"]) == (lease.state, lease.usd_micros)
 
 
 def test_killed_at_every_point(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

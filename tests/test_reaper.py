@@ -1,5 +1,6 @@
 """Which machines must die: a function of data. And the pass that ends them, on real processes."""
 
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -58,6 +59,14 @@ def test_a_leftover_in_any_state_is_doomed(state: str) -> None:
 
 def test_a_machine_of_a_lease_that_is_over_is_doomed_before_its_time() -> None:
     assert reasons(make_machine(not_after_s=int(NOW_S) + 300), over=("lease-a",)) == ["its lease is over"]
+
+
+@pytest.mark.parametrize(("price", "is_doomed"), [(None, False), (3_780_000, False), (3_780_001, True)])
+def test_a_machine_that_costs_more_than_was_agreed_to_is_doomed(price: int | None, is_doomed: bool) -> None:
+    machine = make_machine(not_after_s=int(NOW_S) + 300, usd_micros_per_hour=price)
+    found = doomed([machine], {"lease-a": NOW_S + 300}, NOW_S, 1800.0, (), {"lease-a": 3_780_000})
+    assert bool(found) is is_doomed
+    assert not is_doomed or found[0][1] == "it costs $3.78 an hour, and at most $3.78 was agreed to"
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-5", str(10**9 * 3), "12.5", "9" * 30])
@@ -257,6 +266,20 @@ def test_without_cron_a_systemd_timer_is_written_and_told(
     assert f"HOTLAP_HOME={home}" in (tmp_path / "units" / "hotlap-reap.service").read_text()
     assert called[-1] == ["systemctl", "--user", "enable", "--now", "hotlap-reap.timer"]
     assert any("OnUnitActiveSec" in line for line in said) and "reaper.env" in said[-1]
+
+
+def test_cron_s_line_runs_a_pass_in_cron_s_environment(home: Path) -> None:
+    """Cron gives a command nothing but these, and unescapes percent signs."""
+    home.mkdir()
+    (home / "reaper.env").write_text("RUNPOD_API_KEY=\n")
+    line = cron.crontab_with("", 5, home).splitlines()[-1]
+    command = line.split(" ", 5)[5].replace(r"\%", "%")
+    env = {"HOME": "/nonexistent", "LOGNAME": "nobody", "PATH": "/usr/bin:/bin", "SHELL": "/bin/sh"}
+    began_s = time.time()
+    done = subprocess.run(["/bin/sh", "-c", command], env=env, cwd="/", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), (home / "reap.log").read_text()
+    sign = reaper.last_sign()
+    assert sign is not None and sign["is_clean"] and sign["at_s"] >= began_s and "local" in sign["providers"]
 
 
 # --- the lines of a machine ---

@@ -223,6 +223,11 @@ class LocalConfig(Config):
         return round(self.usd_per_hour * 1_000_000)
 
 
+class RunpodConfig(Config):
+    image: str | None = None
+    """Container image for launches that name none. It needs Python, and hotlap for the job."""
+
+
 class CloudConfig(Config):
     limits: LimitsConfig = LimitsConfig()
     budget: BudgetConfig = BudgetConfig()
@@ -230,6 +235,7 @@ class CloudConfig(Config):
     reaper: ReaperConfig = ReaperConfig()
     guard: GuardConfig = GuardConfig()
     local: LocalConfig = LocalConfig()
+    runpod: RunpodConfig = RunpodConfig()
 
 
 _CLOUD_TOML = """\
@@ -267,6 +273,10 @@ train_beside_serving = false
 # What `--on local` costs in the ledger, to rehearse a rented machine. 0 GPUs take nothing from the GPU-minutes.
 usd_per_hour = 0.0
 num_gpus = 1
+
+[runpod]
+# The container image for launches that name none; Python and hotlap are in it. A digest pins it:
+# image = "name/hotlap@sha256:..."
 """
 
 

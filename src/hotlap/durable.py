@@ -10,6 +10,7 @@ manifest itself. A directory whose manifest does not verify does not exist.
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,10 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Put a whole new file in the place of an old one, or change nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Put a whole new file in the place of an old one, or change nothing. Of several at once the last one stays."""
+    # Not the process's number: threads share it, and so may two machines on one volume.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with storage_errors(path):
-        if temporary.exists():
-            disk.remove(temporary)
         try:
             disk.create(temporary, data)
             disk.sync(temporary)

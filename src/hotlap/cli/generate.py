@@ -3,9 +3,10 @@
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -62,7 +63,7 @@ def generate(
             text = f"> {answer['prompt']}\n{answer['text']}\n" if len(texts) > 1 else answer["text"]
             click.echo(plain(text))
 
-    ask(model_folder, choice and choice.folder, texts, max_new_tokens, show, _chat_template(folder))
+    ask(model_folder, choice and choice.folder, texts, max_new_tokens, show, _asked_as_trained(folder))
 
 
 def ask(
@@ -71,9 +72,10 @@ def ask(
     prompts: Sequence[str],
     max_new_tokens: int,
     on_answer: Callable[[dict[str, Any]], None],
-    chat_template: str | None = None,
+    asked_as: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """`prompt`, `text` and `num_tokens` of every answer, in the prompts' order; `on_answer` gets each as it comes.
+    `asked_as` may name a `chat_template` file and a `system` message.
 
     Raises:
         HotlapError: what the answering process ended with, of the same class.
@@ -83,9 +85,7 @@ def ask(
     from hotlap import child, clock, durable
 
     order = {"model_folder": str(model_folder), "adapter": adapter and str(adapter), "prompts": list(prompts)}
-    if chat_template is not None:
-        order["chat_template"] = chat_template
-    text = durable.canonical_json({**order, "max_new_tokens": max_new_tokens})
+    text = durable.canonical_json({**order, **asked_as, "max_new_tokens": max_new_tokens})
     if (num_bytes := len(text.encode())) > _MOST_ORDER_BYTES:
         raise errors.UsageError(f"The prompts have {num_bytes:,} bytes, and {_MOST_ORDER_BYTES:,} fit. Ask fewer.")
     answers: list[dict[str, Any]] = []
@@ -178,18 +178,22 @@ def _model_folder(run: "RunFolder") -> Path:
     return folder
 
 
-def _chat_template(run: "RunFolder") -> str | None:
-    """The file that takes the place of the model's own template, if the run was trained with one."""
+def _asked_as_trained(run: "RunFolder") -> dict[str, str]:
+    """What a run was trained with and is asked with too: its own chat template, its system message."""
     from hotlap import artifacts
     from hotlap.runs import read_identity
 
     identity = read_identity(run)
-    if identity is None or "chat_template" not in identity.data_pins:
-        return None
-    path: str = identity.trajectory["data"]["chat_template"]
+    if identity is None:
+        return {}
+    data: dict[str, Any] = identity.trajectory.get("data", {})
+    asked_as = {"system": data["system"]} if data.get("system") else {}
+    if "chat_template" not in identity.data_pins:
+        return asked_as
+    path: str = data["chat_template"]
     if differences := artifacts.changed(Path(path), artifacts.pins_from_json(identity.data_pins["chat_template"])):
         raise errors.RunChanged(f"{path} is not what {run.name} was trained with: {'; '.join(differences)}.")
-    return path
+    return {**asked_as, "chat_template": path}
 
 
 def _text_of(prompt: str) -> str:

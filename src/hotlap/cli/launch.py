@@ -35,7 +35,7 @@ Example:
 @click.option("--slices", "num_slices", default=1, show_default=True, help="At most so many, each on its own machine.")
 @click.option("--gpu", "gpus", multiple=True, help="Kind of GPU; several are tried in this order.  [default: cheapest]")
 @click.option("--volume-id", help="Network volume on which run and data lie.")
-@click.option("--image", help="Container image with hotlap in it.")
+@click.option("--image", help="Container image with hotlap in it.  [default: from cloud.toml]")
 @click.option("--base-model", help="As the machine finds it: a folder, a hub id, a package, or a short name.")
 @click.option("--dataset", help="A JSONL file, as the machine finds it.")
 @click.option("--output-dir", help="Folder in which runs have theirs.  [default: runs]")
@@ -83,7 +83,7 @@ def launch(
         from hotlap import guard
 
         guard.require_not_serving(cloud)
-    plan = rental.job_of(settings, rented_from, volume_id, image)
+    plan = rental.job_of(settings, rented_from, volume_id, image or cloud.runpod.image)
     offers = rental.offers_for(rented_from, gpus, volume_id)
     worst = rental.worst_case(offers, plan, rented_from, num_slices, cloud)
     if dry_run:

@@ -321,10 +321,11 @@ class Launcher:
                 f"Run: hotlap reap, which may end it from {clock.utc_text(rented.lease.not_after_s)} on, "
                 f"or: hotlap stop {rented.lease.run}."
             )
+        price = {"actual_usd_micros_per_hour": rented.price}
+        rented.receipt.note(at=("proven", self._world.wall_s()), proof=proof, price=price)
         ended_s = max(evidence.absent_at_s[0] for evidence, _ in ends.values()) + CLOCK_STEP_S
         lease = self._ledger.settle(rented.lease.lease_id, ended_s, rented.price, rented.outcome)
-        rented.receipt.facts["price"] = {"actual_usd_micros_per_hour": rented.price}
-        rented.receipt.settle(lease, proof, self._world.wall_s())
+        rented.receipt.settle(lease, proof)
         return lease
 
 

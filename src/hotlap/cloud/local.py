@@ -148,6 +148,9 @@ class LocalProvider:
         lines = whole.decode(errors="replace").split("\n") if newline else []
         return LogPage(tuple(lines), str(start + len(whole) + len(newline)))
 
+    def close(self) -> None:
+        """Nothing is held open."""
+
     def _machine(self, folder: MachineFolder) -> Machine:
         facts = folder.facts()
         tags = read_tags(facts["env"], facts["created_at_s"])

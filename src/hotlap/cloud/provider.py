@@ -220,6 +220,10 @@ class Provider(Protocol):
         cursors. Of a machine that is gone: an empty page."""
         ...
 
+    def close(self) -> None:
+        """Let go of connections."""
+        ...
+
 
 @dataclass(frozen=True)
 class ReadTags:

@@ -7,6 +7,7 @@ any machine, after anything.
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from hotlap import durable
@@ -14,7 +15,7 @@ from hotlap.cloud import receipts
 from hotlap.cloud.launcher import CLOCK_STEP_S, JOB_MARGIN_S
 from hotlap.cloud.lease import Lease, overdue_s
 from hotlap.cloud.ledger import Ledger
-from hotlap.cloud.money import ttl_s, worst_rate
+from hotlap.cloud.money import ttl_s, usd, worst_rate
 from hotlap.cloud.proof import Evidence, Patience, end_all
 from hotlap.cloud.provider import NAME_PREFIX, Listing, ListingBroken, Machine, Provider
 from hotlap.config import CloudConfig, hotlap_home
@@ -30,17 +31,21 @@ def doomed(
     now_s: float,
     max_ttl_s: float = 1800.0,
     over: Collection[str] = (),
+    ceilings: Mapping[str, int] = MappingProxyType({}),
 ) -> list[tuple[Machine, str]]:
     """Which of these machines must die now, and why.
 
-    `leases` has the deadline of each lease in the book, `over` the leases that ended, or whose create was given up. A
-    machine without our tag and our name is never named, whatever its age.
+    `leases` has the deadline of each lease in the book, `ceilings` what its machine may cost in micro-dollars an hour,
+    `over` the leases that ended, or whose create was given up. A machine without our tag and our name is never named,
+    whatever its age.
     """
     found: list[tuple[Machine, str]] = []
     for machine in machines:
         lease_id = lease_of(machine, leases, over)
         if lease_id is not None and machine.state != "terminated":
-            reason = _reason(machine, lease_id, leases, now_s, max_ttl_s, over)
+            reason = _too_dear(machine, ceilings.get(lease_id)) or _reason(
+                machine, lease_id, leases, now_s, max_ttl_s, over
+            )
             if reason is not None:
                 found.append((machine, reason))
     return found
@@ -75,6 +80,13 @@ def _reason(
         )
     late_s = now_s - min(dates)
     return f"expired {late_s:.0f} s ago" if late_s > 0 else None
+
+
+def _too_dear(machine: Machine, ceiling: int | None) -> str | None:
+    price = machine.usd_micros_per_hour
+    if ceiling is None or price is None or price <= ceiling:
+        return None
+    return f"it costs {usd(price)} an hour, and at most {usd(ceiling)} was agreed to"
 
 
 def warnings_of(machines: Iterable[Machine], owner: str, all_owners: bool) -> list[str]:
@@ -152,16 +164,19 @@ class Reaper:
         book = self._book(listing)
         machines = [each for each in listing.machines if self._all_owners or each.owner in (self._owner, None)]
         report.warnings = warnings_of(listing.machines, self._owner, self._all_owners)
-        deadlines = {lease.lease_id: float(lease.not_after_s) for lease in book.values() if lease.is_open}
+        leases = [lease for lease in book.values() if lease.is_open]
+        deadlines = {lease.lease_id: float(lease.not_after_s) for lease in leases}
+        ceilings = {lease.lease_id: worst_rate(lease.rate).usd_micros_per_hour for lease in leases}
         over = {lease.lease_id for lease in book.values() if lease.state != "held"}
         traits = self._provider.traits
         longest_s = ttl_s(self._settings.limits.max_slice_minutes * 60.0 + JOB_MARGIN_S, traits)
-        report.doomed = doomed(machines, deadlines, listing.now_s, longest_s, over)
+        report.doomed = doomed(machines, deadlines, listing.now_s, longest_s, over, ceilings)
         if is_dry_run:
             return report
         gone = unseen(book.values(), {machine.name for machine in listing.machines}, listing.now_s)
         self._close_nameless(report, [lease for lease in gone if lease.is_open and lease.machine_id is None])
         self._end(report, patience, [lease for lease in gone if lease.is_open and lease.machine_id is not None])
+        self._complete_receipts()
         return report
 
     def _book(self, listing: Listing) -> dict[str, Lease]:
@@ -232,6 +247,13 @@ class Reaper:
     def _note(self, report: Report, lease: Lease, proof: dict[str, Any] | None) -> None:
         report.closed.append(lease)
         receipts.open_receipt(lease.lease_id).settle(lease, proof)
+
+    def _complete_receipts(self) -> None:
+        """A launcher that was killed behind the settlement left a receipt without it."""
+        for lease in self._ledger.leases(receipts.without_settlement()):
+            if not lease.is_open and lease.provider == self._provider.traits.name:
+                receipt = receipts.open_receipt(lease.lease_id)
+                receipt.settle(lease, receipt.facts.get("proof"))
 
 
 def require_clean(reports: Sequence[Report]) -> None:

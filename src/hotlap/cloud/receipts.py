@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hotlap import durable
+from hotlap import clock, durable
 from hotlap.cloud.lease import Lease
 from hotlap.config import hotlap_home
+
+_LATELY_S = 2 * 86_400.0
 
 
 class Receipt:
@@ -27,9 +29,8 @@ class Receipt:
         text = json.dumps(self.facts, indent=1, allow_nan=False) + "\n"
         durable.replace(self.path, self._redact(text).encode())
 
-    def settle(self, lease: Lease, proof: dict[str, Any] | None, at_s: float | None = None) -> None:
+    def settle(self, lease: Lease, proof: dict[str, Any] | None) -> None:
         self.note(
-            at=None if at_s is None else ("proven", at_s),
             lease_id=lease.lease_id,
             run=lease.run,
             owner=lease.owner,
@@ -50,3 +51,11 @@ def receipt_path(lease_id: str) -> Path:
 
 def open_receipt(lease_id: str, redact: Callable[[str], str] = lambda text: text) -> Receipt:
     return Receipt(receipt_path(lease_id), redact)
+
+
+def without_settlement() -> list[str]:
+    """Leases of this home whose receipt was written to lately and does not say how it ended."""
+    since_s = clock.wall_s() - _LATELY_S
+    folder = hotlap_home() / "receipts"
+    recent = [path for path in folder.glob("*.json") if path.stat().st_mtime >= since_s]
+    return [path.stem for path in recent if "settlement" not in Receipt(path).facts]

@@ -10,11 +10,11 @@ from typing import Any
 
 from hotlap import durable, runs
 from hotlap.cloud import boot
-from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, Stops, World, plan_of
+from hotlap.cloud.launcher import JOB_MARGIN_S, Job, Launcher, LeaseEnd, Stops, World, plan_of
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import TRAITS as LOCAL_TRAITS
 from hotlap.cloud.local import LocalProvider
-from hotlap.cloud.money import Amount, loss_bound_s, rate_of, worst_rate
+from hotlap.cloud.money import Amount, loss_bound_s, rate_of, ttl_s, worst_rate
 from hotlap.cloud.provider import Offer, Provider, Start, Traits
 from hotlap.cloud.secrecy import redactor
 from hotlap.config import CloudConfig, RunConfig
@@ -115,6 +115,11 @@ def job_of(config: RunConfig, provider: Provider, volume_id: str | None, image: 
     plan = plan_of(Job(config.run_name, cap_s, Start(argv)), provider.traits)
     start = Start(argv, {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"}, image=image, volume_id=volume_id)
     return Job(config.run_name, cap_s, start)
+
+
+def ttl_of(config: RunConfig, provider: Provider) -> int:
+    """The longest life of a machine for one slice, in seconds."""
+    return ttl_s(config.slice.cap_s + JOB_MARGIN_S, provider.traits)
 
 
 def _absolute(text: str) -> str:

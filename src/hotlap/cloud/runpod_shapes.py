@@ -55,7 +55,10 @@ def create_body(offer: Offer, tags: Tags, start: Start, url: str = boot.DEFAULT_
     if url.rstrip("/") != boot.DEFAULT_URL:
         env[URL_VARIABLE] = url
     if start.image is None:
-        raise NotCreated("No image is named, and RunPod starts nothing without one. Name one in cloud.toml.")
+        raise NotCreated(
+            "No image is named, and RunPod starts nothing without one. Name one with --image, or with runpod.image in "
+            "cloud.toml."
+        )
     body: dict[str, Any] = {
         "name": tags.name,
         "image": start.image,

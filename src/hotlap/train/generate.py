@@ -1,7 +1,8 @@
 """Answers of a base model, with or without its adapter, greedily and one prompt after another.
 
 `python -m hotlap.train.generate ORDER`, with the order as JSON: `model_folder`, `adapter` (a PEFT folder or null),
-`prompts`, `max_new_tokens`. One `answer` event per prompt, in their order, then the `result`.
+`prompts`, `max_new_tokens`, and perhaps `chat_template` (a file) and `system` (a message before each prompt). One
+`answer` event per prompt, in their order, then the `result`.
 """
 
 import json
@@ -32,6 +33,11 @@ class Order:
     prompts: list[str]
     max_new_tokens: int
     chat_template: Path | None = None
+    system: str | None = None
+
+    def messages(self, prompt: str) -> list[Message]:
+        asked = [Message("user", prompt)]
+        return asked if self.system is None else [Message("system", self.system), *asked]
 
 
 def main() -> None:
@@ -41,7 +47,8 @@ def main() -> None:
     fields: dict[str, Any] = json.loads(sys.argv[1])
     adapter = fields["adapter"] and Path(fields["adapter"])
     template = fields.get("chat_template") and Path(fields["chat_template"])
-    order = Order(Path(fields["model_folder"]), adapter, fields["prompts"], fields["max_new_tokens"], template)
+    place, prompts, longest = Path(fields["model_folder"]), fields["prompts"], fields["max_new_tokens"]
+    order = Order(place, adapter, prompts, longest, template, fields.get("system"))
     try:
         for answer in answers(order):
             emit({"event": "answer", **answer})
@@ -61,7 +68,7 @@ def answers(order: Order) -> Iterator[dict[str, Any]]:
         AuditFailed: the adapter does not fit the model.
     """
     renderer = Renderer(order.model_folder, chat_template=order.chat_template)
-    prompts = [renderer.encode_prompt([Message("user", prompt)]) for prompt in order.prompts]
+    prompts = [renderer.encode_prompt(order.messages(prompt)) for prompt in order.prompts]
     model = _load(order)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for prompt, tokens in zip(order.prompts, prompts, strict=True):
