@@ -285,7 +285,11 @@ def test_money_commands_on_an_empty_home(home: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("key", "words"),
-    [("full-key", "opens the whole account"), ("pods-key", "opens pods and not the account"), ("planted-key", "did not say")],
+    [
+        ("full-key", "opens the whole account"),
+        ("pods-key", "opens pods and not the account"),
+        ("planted-key", "did not say"),
+    ],
 )
 def test_doctor_says_what_a_key_opens_and_that_nobody_reaps(
     home: Path, monkeypatch: pytest.MonkeyPatch, key: str, words: str

@@ -11,7 +11,7 @@ from hotlap.cli.runs import print_table
 if TYPE_CHECKING:
     from hotlap.research.history import History, StudyFolder
     from hotlap.research.plan import Action
-    from hotlap.research.study import Study
+    from hotlap.research.study import Listener, Study
 
 _REASONS = {
     "trials": "all trials that were asked for are judged",
@@ -120,7 +120,10 @@ def _act(study: Path, output_dir: Path, as_json: bool, act: Any) -> int:
     guard.require_not_serving()
     folder = _folder_of(study, output_dir)
     file = studies.file_of(study, folder)
-    with StudyProgress(file.study) as progress, studies.opened(file, folder, progress.listener) as opened:
+    with (
+        StudyProgress(file.study) as progress,
+        studies.opened(file, folder, _drawing(progress.listener, folder)) as opened,
+    ):
         reason = act(opened)
         history = opened.history
     code, word = _EXITS.get(reason, (0, "done"))
@@ -130,6 +133,24 @@ def _act(study: Path, output_dir: Path, as_json: bool, act: Any) -> int:
         click.echo(str(folder.path / "LEADERBOARD.md"))
     click.echo(f"hotlap: exit {code} {word}: {_REASONS[reason]}", err=True)
     return code
+
+
+def _drawing(listener: "Listener", folder: "StudyFolder") -> "Listener":
+    """The same listener, which also draws the charts anew after every run, where they can be drawn."""
+    from dataclasses import replace
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        return listener
+    from hotlap.report import charts
+    from hotlap.research import board
+
+    def on_row(row: dict[str, Any], history: "History") -> None:
+        listener.on_row(row, history)
+        if row["kind"] != "started":
+            charts.write(folder.path, board.plots(history))
+
+    return replace(listener, on_row=on_row)
 
 
 def _summary(history: "History", folder: "StudyFolder") -> dict[str, Any]:
