@@ -56,8 +56,8 @@ def test_complaints() -> None:
 
 def test_encoding_keeps_names_apart_and_numbers_in_order() -> None:
     both = Space((LR, CAP), {})
-    assert both.encode({"lr": 1e-3, "cap": None}) == pytest.approx([0.5, 0.5, 0.0, 0.0])
-    assert both.encode({"lr": 1e-2, "cap": 15}) == pytest.approx([1.0, 0.0, 0.0, 0.5])
+    assert both.encode({"lr": 1e-3, "cap": None}) == pytest.approx([0.5, 0.25, 0.0, 0.0])
+    assert both.encode({"lr": 1e-2, "cap": 15}) == pytest.approx([1.0, 0.0, 0.0, 0.25])
 
 
 def test_hash_of_a_configuration() -> None:

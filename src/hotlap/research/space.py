@@ -22,6 +22,8 @@ Settings = dict[str, Value]
 """One configuration: a value for every axis of the trial, searched or not."""
 
 _DIGITS = 3
+_APART = 0.25
+"""Coordinate of a name that is chosen: two names are then as far from each other as a third of an ordered axis."""
 
 
 class Axis(Config):
@@ -107,7 +109,7 @@ class Space:
                 point.append(axis.unit(value))
             else:
                 assert axis.choices is not None
-                point += [0.5 if choice == value else 0.0 for choice in axis.choices]
+                point += [_APART if choice == value else 0.0 for choice in axis.choices]
         return point
 
     def axis(self, name: str) -> Axis:
