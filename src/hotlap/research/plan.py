@@ -139,7 +139,7 @@ def _next_for(candidate: Candidate, history: History, secret: bytes, is_ready: b
     judged = _judge(candidate, history)
     if judged.outcome == "confirm":
         return _start_again(history, secret, candidate)
-    return Decide(_decision(history, secret, candidate, judged.outcome, judged, _in_words(judged)))
+    return Decide(_decision(history, secret, candidate, judged.outcome, judged, _in_words(judged, history)))
 
 
 def _judge(candidate: Candidate, history: History) -> Judged:
@@ -308,7 +308,9 @@ def _drift_row(history: History, noise: Noise) -> Row:
     return {**head, "incumbent_hash": anchor.config_hash, "runs_in_doubt_since": last_good}
 
 
-def _in_words(judged: Judged) -> str:
+def _in_words(judged: Judged, history: History) -> str:
+    if history.study.acceptance == "naive":
+        return f"{'below' if judged.moves_anchor else 'not below'} the record, once: {judged.delta:+.4f} nats per byte"
     words = {
         "reject_screen": "one run, not promising",
         "provisional": "better beyond its standard error",
