@@ -219,6 +219,8 @@ DISK_EXCEPTIONS = {
     ("cloud.boot", "marker.mkdir"): "boot stands alone; making the once-marker is exclusive, and it syncs it itself",
     ("cloud.boot", "marker.parent.mkdir"): "the marker's folder",
     ("cloud.boot", "opener.open"): "sends a request; the argument is no mode",
+    ("research.gpt", "part.write_text"): "gpt stands alone; its result is written aside,",
+    ("research.gpt", "part.replace"): "and renamed",
     ("sources", "archive.open"): "reads a member of a wheel; the argument is the member's name, not a mode",
 }
 
