@@ -67,6 +67,9 @@ def test_a_session_from_the_command_line(tmp_path: Path) -> None:
     anchor = json.loads(hotlap("best", "bowl", "--anchor", cwd=tmp_path).stdout)
     assert anchor["config"] == again["anchor"] and anchor["config"]["x0"] == 0.25
 
+    charts = {path.name for path in (tmp_path / "studies" / "bowl").glob("*.svg")}
+    assert charts == {"progress.svg", "axes.svg", "prediction.svg", "clock.svg", "curves.svg"}
+
     verified = hotlap("verify", "bowl", "--json", cwd=tmp_path)
     assert json.loads(verified.stdout)["verified"] == anchor["config"]
     assert "verified: 8 pairs" in verified.stderr

@@ -126,6 +126,7 @@ def _act(study: Path, output_dir: Path, as_json: bool, act: Any) -> int:
     ):
         reason = act(opened)
         history = opened.history
+        _draw(folder, history)
     code, word = _EXITS.get(reason, (0, "done"))
     if as_json:
         click.echo(json.dumps(_summary(history, folder) | {"exit_code": code, "reason": word, "why": reason}))
@@ -136,21 +137,27 @@ def _act(study: Path, output_dir: Path, as_json: bool, act: Any) -> int:
 
 
 def _drawing(listener: "Listener", folder: "StudyFolder") -> "Listener":
-    """The same listener, which also draws the charts anew after every run, where they can be drawn."""
+    """The same listener, which also draws the charts anew after every run."""
     from dataclasses import replace
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        return listener
-    from hotlap.report import charts
-    from hotlap.research import board
 
     def on_row(row: dict[str, Any], history: "History") -> None:
         listener.on_row(row, history)
-        if row["kind"] != "started":
-            charts.write(folder.path, board.plots(history))
+        if row["kind"] == "run":
+            _draw(folder, history)
 
     return replace(listener, on_row=on_row)
+
+
+def _draw(folder: "StudyFolder", history: "History") -> None:
+    """Draw the charts, where they can be drawn."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        return
+    from hotlap.report import charts
+    from hotlap.research import board
+
+    charts.write(folder.path, board.plots(history))
 
 
 def _summary(history: "History", folder: "StudyFolder") -> dict[str, Any]:
