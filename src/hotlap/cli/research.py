@@ -22,6 +22,9 @@ _REASONS = {
     "interrupted": "ended at the second Ctrl-C; the same command goes on",
     "judged": "judged",
 }
+_DRAWING_SHARE = 20
+"""The charts rest this many times as long as they took to draw."""
+
 _EXITS = {"stopped": (75, "stopped"), "interrupted": (130, "interrupted")}
 
 
@@ -137,13 +140,21 @@ def _act(study: Path, output_dir: Path, as_json: bool, act: Any) -> int:
 
 
 def _drawing(listener: "Listener", folder: "StudyFolder") -> "Listener":
-    """The same listener, which also draws the charts anew after every run."""
+    """The same listener, which also draws the charts anew after a run, as long as that takes little of the time."""
     from dataclasses import replace
 
+    from hotlap import clock
+
+    next_at_s = 0.0
+
     def on_row(row: dict[str, Any], history: "History") -> None:
+        nonlocal next_at_s
         listener.on_row(row, history)
-        if row["kind"] == "run":
+        began_s = clock.monotonic_s()
+        if row["kind"] == "run" and began_s >= next_at_s:
             _draw(folder, history)
+            ended_s = clock.monotonic_s()
+            next_at_s = ended_s + _DRAWING_SHARE * (ended_s - began_s)
 
     return replace(listener, on_row=on_row)
 
