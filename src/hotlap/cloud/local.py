@@ -14,7 +14,7 @@ from pathlib import Path
 from hotlap import clock, durable
 from hotlap.cloud import guardian
 from hotlap.cloud.machine_files import MachineFolder
-from hotlap.cloud.provider import Listing, LogPage, Machine, Offer, Start, State, Tags, Traits, read_tags
+from hotlap.cloud.provider import Listing, ListingBroken, LogPage, Machine, Offer, Start, State, Tags, Traits, read_tags
 from hotlap.config import LocalConfig, hotlap_home
 from hotlap.errors import AmbiguousCreate, NotCreated, ProviderFailed
 
@@ -107,12 +107,23 @@ class LocalProvider:
         return self._machine(folder)
 
     def machines(self) -> Listing:
-        found: list[Machine] = []
+        found, damaged = list[Machine](), list[Path]()
         for path in sorted(self._folder.glob("local-*")):
-            with contextlib.suppress(FileNotFoundError):  # ended in between
+            try:
                 if (folder := MachineFolder(path)).is_here():
                     found.append(self._machine(folder))
-        return Listing(clock.wall_s(), tuple(found))
+            except FileNotFoundError:  # ended in between
+                continue
+            except (ValueError, KeyError, TypeError):
+                damaged.append(path)
+        listing = Listing(clock.wall_s(), tuple(found))
+        if damaged:
+            raise ListingBroken(
+                f"The files of {damaged[0]} are damaged, so what it is cannot be told. See that nothing of it runs "
+                f"any more, and remove the folder.",
+                listing,
+            )
+        return listing
 
     def terminate(self, machine_id: str) -> bool:
         """Waits for the reaping, and removes the machine's folder after it: absence is proof."""
@@ -156,7 +167,8 @@ class LocalProvider:
         tags = read_tags(facts["env"], facts["created_at_s"])
         problems = list(tags.problems)
         state: State = "running"
-        if folder.dead():
+        dead = folder.dead()
+        if dead:
             state = "exited"
         elif folder.guardian_pid() is None and not folder.dead():
             state = "error"
@@ -173,6 +185,7 @@ class LocalProvider:
             usd_micros_per_hour=facts["usd_micros_per_hour"],
             is_up=state == "running",
             problems=tuple(problems),
+            ended_at_s=dead["at_s"] if dead else None,
         )
 
 

@@ -114,6 +114,9 @@ class Machine:
     problems: tuple[str, ...] = ()
     """What is odd about it, in words."""
 
+    ended_at_s: float | None = None
+    """Since when nothing of it runs or is billed, as the provider knows for certain."""
+
     @property
     def is_ours(self) -> bool:
         """Tag and name agree. One of the two alone is somebody else's, or a doubt that is reported and left alone."""

@@ -1,5 +1,6 @@
 """From a run's configuration to slices on rented machines: the provider, the offers, the job, and the chain."""
 
+import contextlib
 import getpass
 import os
 import sys
@@ -32,6 +33,7 @@ from hotlap.errors import (
 )
 
 NAMES = ("local", "runpod")
+_DATA_PLACES = ("eval_dataset", "chat_template")
 _CLASSES: dict[str, type[HotlapError]] = {"provisioning": ProvisioningFailed, "price": PriceRose}
 
 
@@ -63,7 +65,9 @@ def all_traits() -> list[Traits]:
 
 
 def owner_of(settings: CloudConfig) -> str:
-    return settings.reaper.owner or getpass.getuser()
+    with contextlib.suppress(KeyError, OSError):  # a container's user need not have a name
+        return settings.reaper.owner or getpass.getuser()
+    return f"uid-{os.getuid()}"
 
 
 def offers_for(provider: Provider, gpus: Sequence[str], volume_id: str | None = None) -> list[Offer]:
@@ -99,9 +103,7 @@ def job_of(config: RunConfig, provider: Provider, volume_id: str | None, image: 
         )
     is_local = name == "local"
     if is_local:
-        output_dir = str(Path(config.output_dir).absolute())
-        config = config.model_copy(update={"output_dir": output_dir, "dataset": _absolute(config.dataset)})
-        config = config.model_copy(update={"base_model": _absolute(config.base_model)})
+        config = _found_anywhere(config)
     cap_s = config.slice.cap_s
     order = durable.canonical_json({"config": config.model_dump(mode="json"), "cap_s": cap_s})
     python = sys.executable if is_local else "python3"
@@ -120,6 +122,22 @@ def job_of(config: RunConfig, provider: Provider, volume_id: str | None, image: 
 def ttl_of(config: RunConfig, provider: Provider) -> int:
     """The longest life of a machine for one slice, in seconds."""
     return ttl_s(config.slice.cap_s + JOB_MARGIN_S, provider.traits)
+
+
+def _found_anywhere(config: RunConfig) -> RunConfig:
+    """The same run for a process with another working directory: every place absolute, and its name as it is here."""
+    data = config.data
+    places = {key: _absolute(text) for key in _DATA_PLACES if (text := getattr(data, key)) is not None}
+    mix = tuple(item.model_copy(update={"dataset": _absolute(item.dataset)}) for item in data.mix)
+    return config.model_copy(
+        update={
+            "run": config.run_name,
+            "base_model": _absolute(config.base_model),
+            "dataset": _absolute(config.dataset),
+            "data": data.model_copy(update={**places, "mix": mix}),
+            "output_dir": str(Path(config.output_dir).absolute()),
+        }
+    )
 
 
 def _absolute(text: str) -> str:
@@ -191,7 +209,7 @@ def chain(
         ends.append(launcher.launch(job, offers))
         on_end(ends[-1])
         code, reason, message = answer_of(ends[-1])
-        if (code, reason) != (SLICE_OVER, "slice_over"):
+        if (code, reason) != (SLICE_OVER, "slice_over") or launcher.is_stopped:
             break
     else:
         code, reason, message = answer_of(ends[-1])

@@ -34,6 +34,9 @@ class Choice:
     num_pruned: int
     """Usable examples that `data.prune` leaves out."""
 
+    num_unweighted: int
+    """Usable examples that a weight below 1 leaves out."""
+
 
 def choose(
     indexes: Sequence[npt.NDArray[Any]], weights: Sequence[float], settings: DataConfig, seed: int, where: str
@@ -48,15 +51,17 @@ def choose(
     held_out, num_pruned, trained = _split(usable, settings, seed, where)
     copies: list[npt.NDArray[np.int32]] = []
     is_held_out: list[npt.NDArray[np.bool_]] = []
+    num_unweighted = 0
     for number, (index, bad, weight) in enumerate(zip(indexes, is_too_long, weights, strict=True)):
         rows = index["row"]
         copies_U = _copies(trained[number], weight, seed, number)
+        num_unweighted += int(np.count_nonzero(trained[number] & (copies_U == 0)))
         copies_E = _spread(rows, usable[number].rows, copies_U)
         copies_E[bad] = 0
         copies.append(copies_E)
         is_held_out.append(_spread(rows, usable[number].rows, held_out[number]) & ~bad)
     num_held_out = sum(int(part.sum()) for part in held_out)
-    return Choice(tuple(copies), tuple(is_held_out), is_too_long, num_held_out, num_pruned)
+    return Choice(tuple(copies), tuple(is_held_out), is_too_long, num_held_out, num_pruned, num_unweighted)
 
 
 def too_long(index: npt.NDArray[Any], settings: DataConfig) -> npt.NDArray[np.bool_]:
