@@ -14,6 +14,7 @@ from hotlap.cli.budget import budget
 from hotlap.cli.demo import demo
 from hotlap.cli.doctor import doctor
 from hotlap.cli.generate import generate
+from hotlap.cli.init import init
 from hotlap.cli.launch import launch
 from hotlap.cli.machines import machines
 from hotlap.cli.prefetch import prefetch
@@ -41,6 +42,7 @@ def cli() -> None:
 
 for command in (
     demo,
+    init,
     doctor,
     prefetch,
     preview,

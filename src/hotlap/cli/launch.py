@@ -78,7 +78,7 @@ def launch(
     ledger = Ledger(cloud)
     run = settings.run_name
     if rental.is_done(settings, rented_from, launches.last_outcome(run, ledger)):
-        return _tell(as_json, run, 0, "done", "the run is done; nothing is rented", [])
+        return _tell(as_json, run, 0, "done", f"{run} is done; nothing is rented. Something else needs --run NAME", [])
     if provider == "local":
         from hotlap import guard
 
