@@ -20,6 +20,7 @@ from hotlap.cli.machines import machines
 from hotlap.cli.prefetch import prefetch
 from hotlap.cli.preview import preview
 from hotlap.cli.reap import reap
+from hotlap.cli.research import research
 from hotlap.cli.runs import logs, runs, stop
 from hotlap.cli.train import train
 from hotlap.errors import HotlapError
@@ -54,6 +55,7 @@ for command in (
     machines,
     reap,
     budget,
+    research,
 ):
     cli.add_command(command)
 
