@@ -24,7 +24,12 @@ _MEANINGS = {
     124: "overran its cap and was ended",
     130: "second Ctrl-C",
 }
-_REASONS_WITHOUT_CLASS = {0: ["done"], 75: ["slice_over", "stopped"], 124: ["overran"], 130: ["interrupted"]}
+_REASONS_WITHOUT_CLASS = {
+    0: ["done"],
+    75: ["slice_over", "stopped"],
+    124: ["overran"],
+    130: ["interrupted"],
+}
 
 
 def tree() -> str:

@@ -40,7 +40,7 @@
         └── Undecided              undecided
 
 A class fixes the exit code and the reason word; `--json` output and the last line on stderr carry both.
-Exit codes that are no errors: 0 done, 75 slice over (call again), 124 overran its cap, 130 second Ctrl-C.
+Exit codes that are no errors: 0 done, 8 not proven, 75 slice over (call again), 124 overran its cap, 130 second Ctrl-C.
 """
 
 import errno
@@ -49,6 +49,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 DONE = 0
+NOT_PROVEN = 8
 SLICE_OVER = 75
 OVERRAN = 124
 INTERRUPTED = 130

@@ -22,6 +22,7 @@ from hotlap.cli.preview import preview
 from hotlap.cli.reap import reap
 from hotlap.cli.research import research
 from hotlap.cli.runs import logs, runs, stop
+from hotlap.cli.speedrun import speedrun
 from hotlap.cli.train import train
 from hotlap.errors import HotlapError
 
@@ -56,6 +57,7 @@ for command in (
     reap,
     budget,
     research,
+    speedrun,
 ):
     cli.add_command(command)
 

@@ -1,0 +1,234 @@
+"""`hotlap speedrun`: tracks, submissions, verification and records of a contest, which is a folder."""
+
+import json
+import secrets
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hotlap.errors import DONE, NOT_PROVEN, MissingArtifact, PinMismatch
+
+_COLUMNS = ("track", "version", "target", "metric", "base_model", "hardware", "sha256")
+_STANDINGS = ("track", "rank", "time_s", "score", "author", "description", "report")
+
+_contest = click.option(
+    "--contest",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=Path(),
+    help="The contest's folder, with tracks/, submissions/ and records/. [default: here]",
+)
+_json = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+
+
+@click.group(
+    epilog="""\b
+Example:
+  hotlap speedrun tracks
+"""
+)
+def speedrun() -> None:
+    """A contest in training time, whose every claim is run again."""
+
+
+@speedrun.command(
+    epilog="""\b
+Example:
+  hotlap speedrun tracks --json
+"""
+)
+@_contest
+@_json
+def tracks(contest: Path, as_json: bool) -> None:
+    """List the tracks, each held against its pins."""
+    from hotlap.speedrun import track
+
+    rows = [
+        {
+            "track": each.name,
+            "version": each.spec.version,
+            "target": each.spec.metric.target,
+            "metric": each.spec.metric.type,
+            "base_model": each.spec.base_model.name,
+            "hardware": each.spec.hardware.gpu or f"{each.spec.hardware.threads} threads",
+            "sha256": each.sha256[:12],
+        }
+        for each in track.tracks(contest.absolute())
+    ]
+    _show(rows, _COLUMNS, as_json)
+
+
+@speedrun.command(
+    epilog="""\b
+Example:
+  hotlap speedrun new 001-ada --author ada --track micro
+"""
+)
+@click.argument("name")
+@click.option("--author", required=True, help="Your GitHub name.")
+@click.option("--track", "track_id", required=True)
+@_contest
+def new(name: str, author: str, track_id: str, contest: Path) -> None:
+    """Start a submission from a template that trains."""
+    from hotlap.speedrun import submission, track
+
+    contest = contest.absolute()
+    click.echo(submission.new(contest, name, author, track.find(contest, track_id)))
+
+
+@speedrun.command(
+    "new-track",
+    epilog="""\b
+Example:
+  hotlap speedrun new-track mine --data mine.jsonl --metric exact --target 0.8 --base-model smollm2-135m
+""",
+)
+@click.argument("track_id")
+@click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Rows, as JSONL.")
+@click.option("--metric", type=click.Choice(["exact", "loss"]), default="exact")
+@click.option("--target", type=float, help="What a run has to reach: a share, or nats per token.")
+@click.option("--base-model", default="smollm2-135m", show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
+@_contest
+def new_track(
+    track_id: str, data: Path | None, metric: Any, target: float | None, base_model: str, threads: int, contest: Path
+) -> None:
+    """Make a track of your own data, and freeze it. Without --data: freeze a folder whose spec.toml you wrote."""
+    from hotlap.speedrun import new_track as maker
+
+    contest = contest.absolute()
+    if data is None:
+        made = maker.freeze(contest / "tracks" / track_id, _say)
+    elif target is None:
+        raise click.UsageError("--data needs --target: what a run has to reach.")
+    else:
+        made = maker.make(contest, track_id, data, metric, target, base_model, threads, _say)
+    click.echo(f"{made.name} {made.sha256}")
+
+
+@speedrun.command(
+    epilog="""\b
+Example:
+  hotlap speedrun check submissions/001-ada
+"""
+)
+@click.argument("folder", type=click.Path(path_type=Path))
+@_contest
+@_json
+def check(folder: Path, contest: Path, as_json: bool) -> int:
+    """Say everything about a submission that can be said without running it. Exit 2 if it cannot be verified."""
+    from hotlap.cli.progress import plain
+    from hotlap.errors import UsageError
+    from hotlap.speedrun import submission, track
+
+    found = submission.check(folder.absolute(), track.find(contest.absolute(), submission.track_of(folder)))
+    click.echo(json.dumps([asdict(each) for each in found], indent=1)) if as_json else None
+    for each in [] if as_json else found:
+        click.echo(plain(str(each)))
+    if refused := sum(each.level == "refused" for each in found):
+        raise UsageError(f"{refused} reasons against {folder.name!a}; see above.")
+    return DONE
+
+
+@speedrun.command(
+    epilog="""\b
+Example:
+  hotlap speedrun verify submissions/001-ada --runs 3
+"""
+)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--runs", "num_runs", type=click.IntRange(min=1), default=3, show_default=True)
+@_contest
+@_json
+def verify(folder: Path, num_runs: int, contest: Path, as_json: bool) -> int:
+    """Run a submission again with fresh seeds, locked in, and decide. Exit 0: pass; 8: fail or undecided."""
+    from hotlap.cli.progress import plain
+    from hotlap.speedrun import submission, track
+    from hotlap.speedrun import verify as verifier
+
+    contest = contest.absolute()
+    chosen = track.find(contest, submission.track_of(folder))
+    sources = verifier.Sources(seed=lambda: secrets.randbelow(2**31), entropy=lambda: secrets.token_hex(16))
+    report = verifier.verify(contest, folder.absolute(), chosen, num_runs, sources, _say)
+    decision, summary = report["decision"], report["summary"]
+    if as_json:
+        click.echo(json.dumps(report, indent=1))
+    else:
+        click.echo(f"{decision['verdict']}: {summary['time_seconds_mean']:.2f} s, score {summary['score_mean']}")
+        for reason in decision["reasons"]:
+            click.echo(plain(f"  {reason}"))
+    if decision["verdict"] == "pass":
+        return DONE
+    _say(f"hotlap: exit {NOT_PROVEN} {decision['verdict']}: {decision['reasons'][0]}")
+    return NOT_PROVEN
+
+
+@speedrun.command(
+    epilog="""\b
+Example:
+  hotlap speedrun records --check
+"""
+)
+@click.option("--check", "only_check", is_flag=True, help="Write nothing; exit 4 if anything does not follow.")
+@_contest
+@_json
+def records(only_check: bool, contest: Path, as_json: bool) -> None:
+    """Write the tables from the logs, and show who stands where."""
+    from hotlap.speedrun import records as book
+    from hotlap.speedrun import track
+
+    contest = contest.absolute()
+    if not only_check:
+        book.write_tables(contest)
+    if wrong := book.check(contest):
+        raise PinMismatch("\n".join(wrong))
+    rows = [
+        {
+            "track": each.name,
+            "rank": standing.rank,
+            "time_s": sum(standing.row["times_seconds"]) / len(standing.row["times_seconds"]),
+            "score": sum(standing.row["accuracies"]) / len(standing.row["accuracies"]),
+            "author": standing.row["author"],
+            "description": standing.row["description"],
+            "report": standing.row.get("report"),
+        }
+        for each in track.tracks(contest)
+        for standing in book.standings(book.read(contest, each))
+    ]
+    _show(rows, _STANDINGS, as_json)
+
+
+@speedrun.command(
+    epilog="""\b
+Example:
+  hotlap speedrun replay records/micro/attempts/001-ada-0123456789ab/report-3.json
+"""
+)
+@click.argument("report", type=click.Path(path_type=Path))
+@_json
+def replay(report: Path, as_json: bool) -> int:
+    """Decide again from a report alone, and count its kept predictions again. Exit 0 if it says the same."""
+    from hotlap.speedrun import replay as again
+
+    if not report.is_file():
+        raise MissingArtifact(f"{report} is no file; name a report.json of a verification.")
+    found = again.replay(report)
+    click.echo(json.dumps(found, indent=1) if as_json else f"{found['verdict']}: as reported")
+    return DONE
+
+
+def _say(text: str) -> None:
+    from hotlap.cli.progress import plain, stderr_console
+
+    stderr_console().print(plain(text), markup=False)
+
+
+def _show(rows: list[dict[str, Any]], columns: tuple[str, ...], as_json: bool) -> None:
+    from hotlap.cli.progress import plain
+    from hotlap.cli.runs import print_table
+
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    print_table([{key: plain(v) if isinstance(v, str) else v for key, v in row.items()} for row in rows], columns)

@@ -1,0 +1,1 @@
+"""A leaderboard that re-runs every claim: frozen tracks, sandboxed verification, records."""

@@ -1,0 +1,152 @@
+"""Make a track: of one's own data, or freeze a folder whose rules were written by hand."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from hotlap import clock, durable
+from hotlap.errors import BadData, UsageError
+from hotlap.speedrun import inputs, track
+from hotlap.speedrun.track import FileData, GeneratedData, Spec, Track
+
+Say = Callable[[str], None]
+_TEST_SHARE = 5
+_MIN_TEST_ROWS = 20
+_NAMES = (("question", "answer"), ("prompt", "completion"))
+
+_SPEC = """# Written by `hotlap speedrun new-track`. Once pins.json is beside it, it is frozen.
+id = {id}
+version = 1
+title = {title}
+frozen_on = "{date}"
+source = {source}
+data_prefix = {id}
+
+[base_model]
+name = {name}
+reference = {reference}
+
+[data]
+type = "files"
+train = "train.jsonl"
+test = "test.jsonl"
+
+[metric]
+type = "{metric}"
+target = {target}
+prompt = "{{question}}\\n"
+batch_rows = 16
+{exact}
+[limits]
+adapter_params = 30_000_000
+time_limit_s = 3600
+memory_bytes = 17_179_869_184
+num_processes = 512
+
+[hardware]
+kind = "cpu"
+threads = {threads}
+
+[verification]
+looks = [3, 5, 8]
+alpha = 0.05
+protections = ["filesystem", "network", "processes", "privileges", "limits"]
+"""
+
+
+def freeze(folder: Path, say: Say) -> Track:
+    """Pin a track's rules, files, base model and training rows as they are now, once.
+
+    Raises:
+        UsageError: it is frozen already.
+        ConfigError: its rules are not valid.
+    """
+    spec = track.read_spec(folder)
+    model = inputs.model_folder(folder, spec, say)
+    rows = inputs.unpinned_train_rows(folder, spec)
+    return track.freeze(folder, model, rows, _files(spec))
+
+
+def _files(spec: Spec) -> list[str]:
+    match spec.data:
+        case GeneratedData() as data:
+            names = [data.program]
+        case FileData() as data:
+            names = [data.train, data.test]
+        case _:
+            names = []
+    kind, _, program = spec.base_model.reference.partition(":")
+    return [*names, program] if kind == "make" else names
+
+
+def make(
+    contest: Path,
+    track_id: str,
+    data: Path,
+    metric: Literal["exact", "loss"],
+    target: float,
+    base_model: str,
+    threads: int,
+    say: Say,
+) -> Track:
+    """A frozen track of a JSONL file with `question` and `answer`, or `prompt` and `completion`. One row in five,
+    chosen by its own hash, is held out for the test, so that equal rows never stand on both sides.
+
+    Raises:
+        BadData: rows are not of that form, or too few.
+        UsageError: there is such a track already.
+    """
+    folder = contest / "tracks" / track_id
+    if folder.exists():
+        raise UsageError(f"{folder} is there already. Changed rules are a new version, in a folder of their own.")
+    rows = _rows(data)
+    is_test = [int(durable.sha256_bytes(row["question"].encode())[:8], 16) % _TEST_SHARE == 0 for row in rows]
+    num_test = sum(is_test)
+    if num_test < _MIN_TEST_ROWS:
+        raise BadData(f"{data} would give {num_test} test rows, and {_MIN_TEST_ROWS} are the least. Bring more rows.")
+    say(f"{len(rows) - num_test} rows to train on, {num_test} held out for the test")
+    files = {
+        "spec.toml": _spec_text(track_id, data, metric, target, base_model, threads),
+        "train.jsonl": _lines([row for row, held_out in zip(rows, is_test, strict=True) if not held_out]),
+        "test.jsonl": _lines([row for row, held_out in zip(rows, is_test, strict=True) if held_out]),
+    }
+    durable.make_dirs(folder)
+    for name, text in files.items():
+        durable.write_synced(folder / name, text.encode())
+    return freeze(folder, say)
+
+
+def _spec_text(track_id: str, data: Path, metric: str, target: float, base_model: str, threads: int) -> str:
+    # A JSON string is a TOML string too.
+    exact = 'rule = "exact"\nmax_new_tokens = 64\nstop = []\n' if metric == "exact" else ""
+    plain = re.sub(r"[^A-Za-z0-9-]+", "-", Path(base_model).name).strip("-")
+    return _SPEC.format(
+        id=json.dumps(track_id),
+        title=json.dumps(f"{data.stem}, {metric}"),
+        date=clock.utc_text(clock.wall_s())[:10],
+        source=json.dumps("the user's own data"),
+        name=json.dumps(f"local/{plain}"),
+        reference=json.dumps(base_model),
+        metric=metric,
+        target=target,
+        exact=exact,
+        threads=threads,
+    )
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    rows: list[dict[str, str]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            names = next(names for names in _NAMES if all(isinstance(row.get(name), str) for name in names))
+        except (ValueError, AttributeError, StopIteration):
+            raise BadData(f"{path} line {number} has no texts `question` and `answer`.") from None
+        rows.append({"question": row[names[0]], "answer": row[names[1]].strip()})
+    return rows
+
+
+def _lines(rows: list[dict[str, str]]) -> str:
+    return "".join(durable.canonical_json(row) + "\n" for row in rows)

@@ -1,0 +1,252 @@
+"""Records: one append-only log a track, `records/<track>/log.jsonl`, and the tables that are made of it.
+
+Every verification is a row, failures too, and each row holds the hash of the one before and of its report, so that
+a row or a report cannot change unseen. Records imported from the public contest are rows with their source instead.
+A row belongs to one version of a track, by the track's hash; under a new version nothing is a record until it was
+verified again, and what was not is listed as such.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotlap import durable
+from hotlap.errors import CorruptFile, PinMismatch, Refused
+from hotlap.speedrun import compare
+from hotlap.speedrun.report import Report, decide_again, escaped
+from hotlap.speedrun.track import Track, tracks
+
+_LOG, _TABLE, _PUBLIC = "log.jsonl", "LEADERBOARD.md", "records.json"
+_LINK = "previous_sha256"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A record's place in its track's table."""
+
+    rank: int
+    row: Row
+
+
+def folder_of(contest: Path, track: Track) -> Path:
+    return contest / "records" / track.name
+
+
+def read(contest: Path, track: Track) -> list[Row]:
+    """A track's rows, after the chain of hashes was followed.
+
+    Raises:
+        CorruptFile: a row was changed, removed or put in.
+        PinMismatch: a row was made under other rules.
+    """
+    path = folder_of(contest, track) / _LOG
+    rows = durable.read_rows(path)
+    link = ""
+    for number, row in enumerate(rows, start=1):
+        if row[_LINK] != link:
+            raise CorruptFile(
+                f"{path} line {number} does not follow from the line before: a row was changed or removed."
+            )
+        if row["track_sha256"] != track.sha256:
+            raise PinMismatch(
+                f"Track {track.name} has records under other rules ({row['track_sha256'][:12]}, now "
+                f"{track.sha256[:12]}). A frozen track does not change: restore its folder, or make a new version."
+            )
+        link = _hash(row)
+    return rows
+
+
+def _hash(row: Row) -> str:
+    return durable.sha256_bytes(durable.canonical_json(row).encode())
+
+
+def require_open(contest: Path, track: Track, code_sha256: str) -> None:
+    """
+    Raises:
+        Refused: this code was decided already. Trying again until it passes is not verification.
+    """
+    for row in read(contest, track):
+        if row["kind"] == "verified" and row["code_sha256"] == code_sha256 and row["verdict"] != "undecided":
+            raise Refused(f"This code was verified on {row['date']}: {row['verdict']}. See {row['report']}.")
+
+
+def append(contest: Path, track: Track, report: Report, path: Path) -> Row:
+    """Log a verification, whatever its verdict, and write the tables again."""
+    runs = report["runs"]
+    row = {
+        "kind": "verified",
+        "track_sha256": track.sha256,
+        "date": report["date"],
+        "verdict": report["decision"]["verdict"],
+        "submission": report["submission"]["name"],
+        **{key: report["submission"][key] for key in ("author", "github", "description", "code_sha256")},
+        "times_seconds": [run["wall_s"] for run in runs],
+        "accuracies": [run["score"] for run in runs],
+        "seeds": [run["seed"] for run in runs],
+        "num_params": runs[0]["num_params"],
+        "hardware": f"{report['machine']['processor']}, {track.spec.hardware.threads} threads",
+        "regime": "warm",
+        "report": path.relative_to(contest).as_posix(),
+        "report_sha256": durable.sha256_file(path),
+    }
+    return _append(contest, track, row)
+
+
+def import_fact(contest: Path, track: Track, fact: Row) -> Row:
+    """Log a record of the public contest as it was published there. `fact` has the fields of a verified row, with
+    `source` in place of a report."""
+    return _append(contest, track, {"kind": "imported", "track_sha256": track.sha256, **fact})
+
+
+def _append(contest: Path, track: Track, row: Row) -> Row:
+    rows = read(contest, track)
+    linked = {**row, _LINK: _hash(rows[-1]) if rows else ""}
+    path = folder_of(contest, track) / _LOG
+    durable.make_dirs(path.parent)
+    durable.append_rows(path, [linked])
+    durable.sync_file(path)
+    write_tables(contest)
+    return linked
+
+
+def standings(rows: Sequence[Row]) -> list[Standing]:
+    """Rows that passed, fastest first; times that do not differ significantly share a rank. Rows of another timing
+    regime are ranked among themselves, below: cold and warm starts do not compare."""
+    found: list[Standing] = []
+    for regime in ("warm", "cold"):
+        passed = [row for row in rows if row["verdict"] == "pass" and row["regime"] == regime]
+        places = compare.ranks([row["times_seconds"] for row in passed])
+        ranked = [Standing(place + len(found), row) for place, row in zip(places, passed, strict=True)]
+        found += sorted(ranked, key=lambda each: statistics.fmean(each.row["times_seconds"]))
+    return found
+
+
+def not_rebased(contest: Path, track: Track, older: Sequence[Track]) -> list[Row]:
+    """Records of earlier versions of a track whose code was not verified under this one."""
+    here = {row.get("code_sha256") for row in read(contest, track)}
+    earlier = [row for each in older for row in read(contest, each) if row["verdict"] == "pass"]
+    return [row for row in earlier if row.get("code_sha256") not in here]
+
+
+# --- tables ---
+
+
+def tables(contest: Path) -> dict[Path, bytes]:
+    """The generated files and what they must hold."""
+    folder = contest / "records"
+    every = tracks(contest)
+    sections = [_section(contest, track, _older(track, every)) for track in every]
+    text = "# Leaderboard\n\nGenerated by `hotlap speedrun records`; the rows are in `records/*/log.jsonl`.\n"
+    public = {
+        "_comment": "Generated; the fields are the public contest's.",
+        "records": [entry for track in every for entry in _public_entries(contest, track)],
+        "notable_attempts": [entry for track in every for entry in _attempts(contest, track)],
+    }
+    return {
+        folder / _TABLE: (text + "".join(sections)).encode(),
+        folder / _PUBLIC: (json.dumps(public, indent=1, sort_keys=True) + "\n").encode(),
+    }
+
+
+def write_tables(contest: Path) -> None:
+    durable.make_dirs(contest / "records")
+    for path, data in tables(contest).items():
+        durable.replace(path, data)
+
+
+def check(contest: Path) -> list[str]:
+    """What is wrong with a contest's records, in words: drifted tables, changed reports, verdicts that do not follow.
+
+    Raises:
+        CorruptFile, PinMismatch: as `read`.
+    """
+    found = [
+        f"{path.relative_to(contest)} is not up to date; run `hotlap speedrun records`"
+        for path, data in tables(contest).items()
+        if not path.is_file() or path.read_bytes() != data
+    ]
+    for track in tracks(contest):
+        for row in read(contest, track):
+            if row["kind"] == "verified":
+                found += _check_report(contest, row)
+    return found
+
+
+def _check_report(contest: Path, row: Row) -> list[str]:
+    path = contest / row["report"]
+    if not path.is_file() or durable.sha256_file(path) != row["report_sha256"]:
+        return [f"{row['report']} is gone or was changed"]
+    report: Report = json.loads(path.read_bytes())
+    decision = decide_again(report)
+    if decision.verdict != row["verdict"]:
+        return [f"{row['report']} says {row['verdict']}, and its runs give {decision.verdict}"]
+    return []
+
+
+def _older(track: Track, every: Sequence[Track]) -> list[Track]:
+    return [other for other in every if other.spec.id == track.spec.id and other.spec.version < track.spec.version]
+
+
+def _section(contest: Path, track: Track, older: Sequence[Track]) -> str:
+    spec = track.spec
+    rows = read(contest, track)
+    sign = "at least" if spec.metric.type == "exact" else "at most"
+    lines = [
+        "",
+        f"## {track.name}: {escaped(spec.title)}",
+        "",
+        f"Target: {sign} {spec.metric.target:g} ({spec.metric.type}). Base model {escaped(spec.base_model.name)}.",
+        "",
+        "| rank | time s | spread s | score | by | what | when | start | proof |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for standing in standings(rows):
+        row = standing.row
+        times = row["times_seconds"]
+        who = [standing.rank, f"{statistics.fmean(times):.1f}", f"{statistics.stdev(times):.1f}"]
+        cells = [
+            *who,
+            f"{statistics.fmean(row['accuracies']):.4f}",
+            escaped(row["author"]),
+            escaped(row["description"]),
+        ]
+        cells += [row["date"][:10], row["regime"], escaped(row.get("report") or row["source"])]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    for row in not_rebased(contest, track, older):
+        lines.append(f"\nNot verified under these rules yet: {escaped(row['submission'])}, {escaped(row['author'])}.")
+    failed = [row for row in rows if row["verdict"] != "pass"]
+    if failed:
+        lines += [
+            "",
+            "Other attempts: " + ", ".join(f"{escaped(r['submission'])} ({r['verdict']})" for r in failed) + ".",
+        ]
+    return "\n".join([*lines, ""])
+
+
+def _public_entries(contest: Path, track: Track) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = []
+    for number, row in enumerate(row for row in read(contest, track) if row["verdict"] == "pass"):
+        entries.append(
+            {
+                "id": number,
+                "track": track.name,
+                "status": "verified",
+                "time_seconds_mean": round(statistics.fmean(row["times_seconds"]), 1),
+                "verification_report": row.get("report") or row["source"],
+                **{key: row[key] for key in ("date", "author", "github", "submission", "description")},
+                **{key: row[key] for key in ("times_seconds", "accuracies", "seeds", "hardware")},
+            }
+        )
+    return entries
+
+
+def _attempts(contest: Path, track: Track) -> list[dict[str, Any]]:
+    return [
+        {"track": track.name, **{key: row[key] for key in ("github", "description", "submission", "verdict")}}
+        for row in read(contest, track)
+        if row["verdict"] != "pass"
+    ]

@@ -1,0 +1,111 @@
+"""The report of a verification: every fact a verdict came from, as JSON for machines and Markdown for people.
+
+The verdict is a function of the report: `decide_again` computes it from the report alone. What strangers wrote is
+escaped in Markdown.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hotlap import durable
+from hotlap.speedrun.compare import Decision, RunFacts, decide, interval
+from hotlap.speedrun.submission import Submission
+from hotlap.speedrun.track import GeneratedData, LossMetric, Track
+
+Report = dict[str, Any]
+_MARKUP = {ord(char): f"&#{ord(char)};" for char in "&<>\\`*_{}[]()#+!|~@:$"}
+
+
+def build(
+    track: Track, entry: Submission, results: Sequence[dict[str, Any]], machine: dict[str, Any], date: str
+) -> Report:
+    """The report of all runs so far."""
+    files = sorted(path for path in entry.folder.rglob("*") if path.is_file())
+    report: Report = {
+        "format": 1,
+        "track": track.spec.id,
+        "version": track.spec.version,
+        "track_sha256": track.sha256,
+        "rules": {
+            "target": track.spec.metric.target,
+            "higher_is_better": not isinstance(track.spec.metric, LossMetric),
+            "looks": list(track.spec.verification.looks),
+            "alpha": track.spec.verification.alpha,
+            "has_fresh_rows": isinstance(track.spec.data, GeneratedData),
+            "metric": track.spec.metric.model_dump(mode="json"),
+            "limits": track.spec.limits.model_dump(mode="json"),
+        },
+        "submission": {
+            "name": entry.name,
+            **{key: entry.config[key] for key in ("author", "github", "description", "technique")},
+            "code_sha256": entry.code_sha256,
+            "files": {path.relative_to(entry.folder).as_posix(): durable.sha256_file(path) for path in files},
+        },
+        "date": date,
+        "machine": machine,
+        "runs": list(results),
+    }
+    return {**report, "decision": asdict(decide_again(report)), "summary": _summary(results)}
+
+
+def decide_again(report: Report) -> Decision:
+    """The verdict, from what the report holds."""
+    rules = report["rules"]
+    runs = [
+        RunFacts(
+            score=run["score"],
+            num_rows=run["num_rows"],
+            is_fresh=rules["has_fresh_rows"],
+            wall_s=run["wall_s"],
+            complaints=tuple(run["complaints"]),
+            adapter_sha256=run["adapter_sha256"],
+        )
+        for run in report["runs"]
+    ]
+    return decide(runs, rules["target"], rules["higher_is_better"], rules["looks"], rules["alpha"])
+
+
+def _summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    times = [run["wall_s"] for run in results]
+    scores = [run["score"] for run in results if run["score"] is not None]
+    return {
+        "time_seconds_mean": statistics.fmean(times),
+        "time_seconds_interval": list(interval(times)) if len(times) > 1 else None,
+        "score_mean": statistics.fmean(scores) if scores else None,
+        "score_stdev": statistics.stdev(scores) if len(scores) > 1 else None,
+    }
+
+
+def escaped(text: object) -> str:
+    """Strangers' text for Markdown, where it is only text: no markup, no line breaks, no mention, no table cell."""
+    plain = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
+    return plain.translate(_MARKUP)
+
+
+def to_markdown(report: Report) -> str:
+    entry, decision, summary = report["submission"], report["decision"], report["summary"]
+    lines = [
+        f"# {escaped(entry['name'])} on track {report['track']}, version {report['version']}: {decision['verdict']}",
+        "",
+        *(f"- {escaped(reason)}" for reason in decision["reasons"]),
+        f"- By {escaped(entry['author'])}: {escaped(entry['description'])}",
+        f"- Code `{entry['code_sha256']}`, track `{report['track_sha256']}`, {report['date']}",
+        f"- {escaped(report['machine']['processor'])}, {report['machine']['num_threads_here']} threads, "
+        f"Python {report['machine']['python']}, torch {report['machine']['versions']['torch']}",
+        f"- Sandbox: {', '.join(report['runs'][0]['protections'])}",
+        "",
+        "| run | seed | time s | outside s | CPU s | score | parameters | left behind | complaints |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in report["runs"]:
+        score = "-" if run["score"] is None else f"{run['score']:.4f}"
+        params = "-" if run["num_params"] is None else f"{run['num_params']:,}"
+        lines.append(
+            f"| {run['run']} | {run['seed']} | {run['wall_s']:.2f} | {run['outer_wall_s']:.2f} | {run['cpu_s']:.2f} "
+            f"| {score} | {params} | {run['num_left_behind']} | {escaped('; '.join(run['complaints'])) or 'none'} |"
+        )
+    low_high = summary["time_seconds_interval"]
+    spread = f", 95 % interval {low_high[0]:.2f} to {low_high[1]:.2f} s" if low_high else ""
+    return "\n".join([*lines, "", f"Mean time {summary['time_seconds_mean']:.2f} s{spread}.", ""])

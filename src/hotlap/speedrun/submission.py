@@ -1,0 +1,339 @@
+"""Submissions: a folder `submissions/NNN-author/` with `train.py`, `config.yaml` and `NOTES.md`, read but never run.
+
+The form is the public contest's. `check` gives every reason at once for which a folder cannot be verified; what only
+looks like a rule broken is a warning, for the person who reads the code.
+"""
+
+import ast
+import os
+import re
+import stat
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from hotlap import durable
+from hotlap.errors import UsageError
+from hotlap.speedrun.track import Track
+
+NAME = re.compile(r"(?:[a-z][a-z0-9]*-)?[0-9]{3}-[a-z0-9][a-z0-9-]{0,39}")
+"""`000-baseline`, or as the public contest's second track has it, `t2-000-baseline`."""
+
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
+REQUIRED = ("train.py", "config.yaml", "NOTES.md")
+_TEXT = {".py", ".yaml", ".yml", ".md", ".txt", ".toml", ".json", ".cu", ".cpp", ".c", ".h"}
+_MAX_FILE_BYTES, _MAX_TOTAL_BYTES, _MAX_FILES = 262_144, 1_048_576, 50
+_MIN_NOTES = 100
+_FIELDS = ("author", "github", "description", "base_model", "technique")
+_LONG_LITERAL = 2_000
+_MAX_NUMBERS = 64
+_NETWORK = {"socket", "requests", "urllib", "http", "httpx", "aiohttp", "ftplib", "smtplib", "paramiko"}
+_CODE_IN_DATA = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+_SEED_CALLS = {"manual_seed", "manual_seed_all", "set_seed", "seed", "Random", "default_rng"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: Literal["refused", "warning"]
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.place}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Submission:
+    folder: Path
+    config: dict[str, Any]
+    code_sha256: str
+    """Over names and bytes of all its files but the notes: the code state that is verified once."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+def load(folder: Path, track: Track) -> Submission:
+    """
+    Raises:
+        UsageError: `check` refuses it; the message holds every reason.
+    """
+    refused = [finding for finding in check(folder, track) if finding.level == "refused"]
+    if refused:
+        raise UsageError(f"{folder} cannot be verified:\n" + "\n".join(f"  {finding}" for finding in refused))
+    return Submission(folder, yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), code_sha256(folder))
+
+
+def track_of(folder: Path) -> str:
+    """The track that a submission is for, by its own words; `t1` when it says nothing, as in the public contest."""
+    path = folder / "config.yaml"
+    if path.is_symlink() or not path.is_file() or path.stat().st_size > _MAX_FILE_BYTES:
+        raise UsageError(f"{path} is missing, a link, or too large: a submission has a config.yaml.")
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+        raise UsageError(f"{path} is not YAML in UTF-8.") from None
+    track = config.get("track", "t1") if isinstance(config, dict) else None
+    if not isinstance(track, str):
+        raise UsageError(f"{path} needs a text as 'track'.")
+    return track
+
+
+def code_sha256(folder: Path) -> str:
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    hashes = {name: durable.sha256_file(path) for name, path in files.items() if name != "NOTES.md"}
+    return durable.sha256_bytes(durable.canonical_json(hashes).encode())
+
+
+def check(folder: Path, track: Track) -> list[Finding]:
+    """Everything there is to say about a submission without running it."""
+    if not folder.is_dir() or folder.is_symlink():
+        return [Finding("refused", folder.name, "there is no such folder")]
+    found: list[Finding] = []
+    if not NAME.fullmatch(folder.name):
+        found.append(Finding("refused", repr(folder.name), "a folder is called NNN-author, lower case"))
+    found += _check_files(folder)
+    if any(finding.level == "refused" for finding in found):
+        return found  # what is not a plain small text file is not opened
+    found += [finding for path in _paths(folder) for finding in _check_text(path, folder)]
+    found += _check_config(folder / "config.yaml", track)
+    if len((folder / "NOTES.md").read_text(encoding="utf-8", errors="replace").strip()) < _MIN_NOTES:
+        found.append(Finding("refused", "NOTES.md", f"tell in {_MIN_NOTES} characters or more what makes it fast"))
+    return found
+
+
+def _paths(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if not path.is_dir() or path.is_symlink()]
+
+
+def _check_files(folder: Path) -> list[Finding]:
+    found: list[Finding] = []
+    paths = _paths(folder)
+    total = 0
+    for path in paths:
+        place = path.relative_to(folder).as_posix()
+        facts = os.lstat(path)
+        total += facts.st_size
+        if not stat.S_ISREG(facts.st_mode):
+            found.append(Finding("refused", ascii(place), "neither links nor special files are taken"))
+        elif facts.st_mode & 0o6000:
+            found.append(Finding("refused", ascii(place), "has a set-user bit"))
+        elif not all(_FILE.fullmatch(part) for part in Path(place).parts):
+            found.append(
+                Finding("refused", ascii(place), "names hold ASCII letters, digits, `_`, `-` and `.`, no dot first")
+            )
+        elif path.suffix.lower() not in _TEXT:
+            found.append(
+                Finding("refused", place, f"only text is taken ({', '.join(sorted(_TEXT))}): no weights, no data")
+            )
+        elif facts.st_size > _MAX_FILE_BYTES:
+            found.append(Finding("refused", place, f"has {facts.st_size:,} bytes; {_MAX_FILE_BYTES:,} are allowed"))
+    if total > _MAX_TOTAL_BYTES or len(paths) > _MAX_FILES:
+        limits = f"{_MAX_FILES} files and {_MAX_TOTAL_BYTES:,} bytes are allowed in all"
+        found.append(Finding("refused", folder.name, f"has {len(paths)} files and {total:,} bytes; {limits}"))
+    names = {path.relative_to(folder).as_posix() for path in paths}
+    found += [Finding("refused", name, "is missing") for name in REQUIRED if name not in names]
+    return found
+
+
+def _check_text(path: Path, folder: Path) -> list[Finding]:
+    place = path.relative_to(folder).as_posix()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return [Finding("refused", place, "is not UTF-8 text")]
+    found: list[Finding] = []
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
+        if tricks := sorted({_name_of(char) for char in line if _is_trick(char)}):
+            found.append(Finding("refused", f"{place}:{number}", f"hides something: {', '.join(tricks)}"))
+    return found + (_check_code(text, place) if path.suffix == ".py" else [])
+
+
+def _is_trick(char: str) -> bool:
+    """Whether a reader would not see a character, or see the text in another order than Python does."""
+    return (unicodedata.category(char) in ("Cf", "Cc", "Co", "Cs", "Zl", "Zp") and char != "\t") or (
+        char.isspace() and char not in " \t"
+    )
+
+
+def _name_of(char: str) -> str:
+    return f"U+{ord(char):04X} {unicodedata.name(char, 'control')}"
+
+
+def _check_code(text: str, place: str) -> list[Finding]:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return [Finding("refused", place, f"is not Python: {error}")]
+    found: list[Finding] = []
+    for node in ast.walk(tree):
+        for level, reason in _complaints(node):
+            found.append(Finding(level, f"{place}:{getattr(node, 'lineno', 1)}", reason))
+    return found
+
+
+_Complaints = list[tuple[Literal["refused", "warning"], str]]
+
+
+def _complaints(node: ast.AST) -> _Complaints:
+    match node:
+        case ast.Import(names=names):
+            return _imports([name.name for name in names])
+        case ast.ImportFrom(module=str(module)):
+            return _imports([module])
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.FunctionDef(name=name) if not name.isascii():
+            return [("refused", f"the name {name!a} is not ASCII, so it can look like another")]
+        case ast.Constant(value=str() | bytes() as value) if len(value) > _LONG_LITERAL and " " not in str(value[:200]):
+            return [("refused", f"a literal of {len(value):,} characters: data or weights in code")]
+        case ast.List() | ast.Tuple() | ast.Set() if _num_numbers(node) > _MAX_NUMBERS:
+            return [("refused", f"{_num_numbers(node)} numbers in a row: data or chosen rows in code")]
+        case ast.Call():
+            return _calls(node)
+        case ast.Constant(value=str(value)) if re.search(r"_test\b|split=.test|\btest\.jsonl\b", value):
+            return [("warning", f"speaks of the test split: {value[:60]!a}")]
+        case _:
+            return []
+
+
+def _num_numbers(node: ast.List | ast.Tuple | ast.Set) -> int:
+    return sum(isinstance(item, ast.Constant) and isinstance(item.value, int | float) for item in node.elts)
+
+
+def _imports(names: list[str]) -> _Complaints:
+    found: _Complaints = []
+    for top in sorted({name.partition(".")[0] for name in names}):
+        if top in _NETWORK:
+            found.append(("warning", f"imports {top}; a run has no network"))
+        if top in _CODE_IN_DATA:
+            found.append(("warning", f"imports {top}, which runs what it reads"))
+        if top == "ctypes":
+            found.append(("warning", "imports ctypes: read what it calls"))
+    return found
+
+
+def _calls(node: ast.Call) -> _Complaints:
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    if name in ("eval", "exec", "__import__", "compile") and isinstance(node.func, ast.Name):
+        return [("refused", f"{name}() runs text that nobody can read here")]
+    given = [*node.args, *(word.value for word in node.keywords if word.arg in ("seed", "data_seed"))]
+    is_seeding = name in _SEED_CALLS or any(word.arg in ("seed", "data_seed") for word in node.keywords)
+    if is_seeding and any(isinstance(value, ast.Constant) and isinstance(value.value, int) for value in given):
+        return [("refused", f"{name}() is given a seed of its own; a run's seed comes with --seed")]
+    return []
+
+
+def _check_config(path: Path, track: Track) -> list[Finding]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, RecursionError) as error:
+        return [Finding("refused", path.name, f"is not YAML: {str(error)[:200]}")]
+    if not isinstance(config, dict):
+        return [Finding("refused", path.name, "is not a mapping")]
+    found: list[Finding] = []
+    for name in _FIELDS:
+        if not isinstance(config.get(name), str) or not config[name].strip():
+            found.append(Finding("refused", path.name, f"needs a text as {name!r}"))
+    if config.get("base_model") not in (None, track.spec.base_model.name):
+        found.append(Finding("refused", path.name, f"base_model must be {track.spec.base_model.name}"))
+    if config.get("track", "t1") != track.spec.id:
+        found.append(Finding("refused", path.name, f"is for track {config.get('track', 't1')!a}, not {track.spec.id}"))
+    if "seed" in config:
+        found.append(Finding("refused", path.name, "holds a seed; the verifier draws it"))
+    if config.get("extra_pip_packages"):
+        found.append(Finding("refused", path.name, "asks for extra packages, which this version does not install"))
+    return found
+
+
+_CONFIG = """author: {author}
+github: {author}
+track: {track}
+base_model: {base_model}
+description: What it does, in one line.
+technique: Which ideas make it fast.
+"""
+
+_NOTES = """# {name}
+
+What makes it fast, what was tried and did not help, and what you measured: machine, seeds, times, scores. A reader
+should be able to judge each idea on its own. Claims here are held against what the verification measures.
+"""
+
+_TRAIN = '''"""Train a LoRA adapter: `python train.py --data-dir D --output-dir O --seed S`, in the contest's folder."""
+
+import argparse
+import json
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    given = parser.parse_args()
+
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(given.seed)
+    lines = (given.data_dir / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    tokenizer = AutoTokenizer.from_pretrained("{base_model}")
+    base = AutoModelForCausalLM.from_pretrained("{base_model}", dtype=torch.float32)
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(base, lora)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    order = torch.randperm(len(rows)).tolist()
+    for start in range(0, len(order), 16):
+        batch = [rows[index] for index in order[start : start + 16]]
+        prompts = [tokenizer({prompt!r}.format_map(row))["input_ids"] for row in batch]
+        answers = [tokenizer(" " + row["answer"], add_special_tokens=False)["input_ids"] for row in batch]
+        answers = [answer + [tokenizer.eos_token_id] for answer in answers]
+        width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
+        tokens = torch.zeros(len(batch), width, dtype=torch.long)
+        labels = torch.full((len(batch), width), -100)
+        for line, (prompt, answer) in enumerate(zip(prompts, answers)):
+            tokens[line, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+            labels[line, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+        loss = model(input_ids=tokens, labels=labels).loss  # padding stands last, where a causal model does not look
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(given.output_dir)
+    (given.output_dir / "README.md").unlink(missing_ok=True)  # an adapter is two files
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def new(contest: Path, name: str, author: str, track: Track) -> Path:
+    """A submission to start from, which trains.
+
+    Raises:
+        UsageError: the name is not a submission's, or is taken.
+    """
+    folder = contest / "submissions" / name
+    if not NAME.fullmatch(name):
+        raise UsageError(f"A submission is called NNN-author, as in 001-{author}; {name!a} is not.")
+    if folder.exists():
+        raise UsageError(f"{folder} is there already; take the next number.")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}", author):
+        raise UsageError(f"An author is a GitHub name; {author!a} is not.")
+    base_model = track.spec.base_model.name
+    prompt = track.spec.metric.prompt
+    files = {
+        "config.yaml": _CONFIG.format(author=author, track=track.spec.id, base_model=base_model),
+        "NOTES.md": _NOTES.format(name=name),
+        "train.py": _TRAIN.format(base_model=base_model, prompt=prompt),
+    }
+    durable.make_dirs(folder)
+    for file_name, text in files.items():
+        durable.write_synced(folder / file_name, text.encode())
+    return folder

@@ -1,0 +1,75 @@
+"""A contest in a temporary folder: the track `micro` as it is shipped, and submissions to it."""
+
+import json
+import shutil
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hotlap.speedrun import submission, track
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTES = "What makes it fast: it does as little as it can, and every line of that is in train.py. " * 2
+
+
+def micro_contest(folder: Path) -> Path:
+    shutil.copytree(ROOT / "tracks" / "micro", folder / "tracks" / "micro")
+    (folder / "submissions").mkdir()
+    return folder
+
+
+def micro(contest: Path) -> track.Track:
+    return track.find(contest, "micro")
+
+
+def trained_submission(contest: Path, name: str = "001-ada") -> Path:
+    """The template, with a learning rate and a length that suit the tiny model."""
+    folder = submission.new(contest, name, "ada", micro(contest))
+    text = (folder / "train.py").read_text()
+    for old, new in (
+        ("lr=2e-3", "lr=1e-2"),
+        ("torch.randperm(len(rows)).tolist()", "torch.cat([torch.randperm(len(rows)) for _ in range(8)]).tolist()"),
+        ("len(order), 16)", "len(order), 40)"),
+        ("start + 16]", "start + 40]"),
+    ):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / "train.py").write_text(text)
+    return folder
+
+
+def written_submission(contest: Path, train_py: str, name: str = "002-bob", **config: object) -> Path:
+    folder = contest / "submissions" / name
+    folder.mkdir()
+    fields: dict[str, object] = {
+        "author": "Bob",
+        "github": "bob",
+        "track": "micro",
+        "base_model": "hotlap/tiny-random",
+        "description": "A short one.",
+        "technique": "none",
+        **config,
+    }
+    (folder / "config.yaml").write_text(json.dumps(fields))
+    (folder / "NOTES.md").write_text(NOTES)
+    (folder / "train.py").write_text(train_py)
+    return folder
+
+
+def safetensors(tensors: Mapping[str, tuple[str, list[int], bytes]], padding: bytes = b"") -> bytes:
+    """A file of tensors by name: kind, shape and bytes."""
+    header: dict[str, Any] = {}
+    data = b""
+    for name, (kind, shape, raw) in tensors.items():
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data + padding
+
+
+def floats(*shape: int, value: float = 0.5) -> tuple[str, list[int], bytes]:
+    count = 1
+    for size in shape:
+        count *= size
+    return "F32", list(shape), struct.pack(f"<{count}f", *[value] * count)

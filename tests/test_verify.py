@@ -1,0 +1,254 @@
+"""Verifications on track `micro`: a whole one end to end, failures that are the submission's, and ones that are not."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contest import floats, micro, micro_contest, safetensors, trained_submission, written_submission
+
+from hotlap import durable
+from hotlap.cli import cli
+from hotlap.errors import CorruptFile, Refused, UsageError
+from hotlap.speedrun import records, replay, track, verify
+from hotlap.speedrun.verify import Sources
+
+pytestmark = pytest.mark.torch
+
+
+def sources(log: list[str] | None = None) -> Sources:
+    """Seeds 11, 12, ... and entropies e1, e2, ..., and a log of what was asked when."""
+    asked: list[str] = [] if log is None else log
+    counts = {"seed": 0, "entropy": 0}
+
+    def draw(kind: str) -> int:
+        asked.append(kind)
+        counts[kind] += 1
+        return counts[kind]
+
+    return Sources(seed=lambda: 10 + draw("seed"), entropy=lambda: f"e{draw('entropy')}")
+
+
+def no_talk(_text: str) -> None:
+    return
+
+
+@pytest.fixture
+def contest(tmp_path: Path) -> Path:
+    return micro_contest(tmp_path / "contest")
+
+
+def test_a_whole_verification(contest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Three trainings in sandboxes, audited, scored on fresh rows, decided, recorded, replayed."""
+    folder = trained_submission(contest)
+    asked: list[str] = []
+    report = verify.verify(contest, folder, micro(contest), 3, sources(asked), no_talk)
+    assert report["decision"]["verdict"] == "pass", report["decision"]
+    assert asked == ["seed", "entropy"] * 3
+    assert [run["seed"] for run in report["runs"]] == [11, 12, 13]
+    assert len({run["adapter_sha256"] for run in report["runs"]}) == 3
+    rank, width, inner = 16, 32, 64
+    per_layer = 4 * rank * (width + width) + 3 * rank * (width + inner)
+    for number, run in enumerate(report["runs"], start=1):
+        assert run["num_params"] == 2 * per_layer
+        assert 0 < run["wall_s"] <= run["outer_wall_s"]
+        assert run["protections"] == list(micro(contest).spec.verification.protections)
+        kept = records.folder_of(contest, micro(contest)) / "attempts"
+        (attempt,) = kept.iterdir()
+        rows = [json.loads(line) for line in (attempt / f"run-{number}" / "test.jsonl").read_text().splitlines()]
+        assert rows == [dict(row) for row in verify.inputs.test_rows(micro(contest), f"e{number}")]
+        predictions = (attempt / f"run-{number}" / "predictions.jsonl").read_text().splitlines()
+        right = sum(json.loads(p)["text"].strip() == row["answer"] for p, row in zip(predictions, rows, strict=True))
+        assert run["score"] == right / 100 >= 0.8
+        assert not (attempt / f"run-{number}" / "train").exists()
+    _check_what_is_left(contest, folder, report, capsys)
+
+
+def _check_what_is_left(
+    contest: Path, folder: Path, report: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (row,) = records.read(contest, micro(contest))
+    assert row["verdict"] == "pass" and row["times_seconds"] == [run["wall_s"] for run in report["runs"]]
+    path = contest / row["report"]
+    assert replay.replay(path)["scores"] == [run["score"] for run in report["runs"]]
+    assert cli.main(["speedrun", "replay", str(path)], standalone_mode=False) == 0
+    assert "pass: as reported" in capsys.readouterr().out
+    assert records.check(contest) == []
+    assert "| 1 | " in (contest / "records" / "LEADERBOARD.md").read_text()
+    assert path.with_suffix(".md").read_text().startswith("# 001-ada on track micro, version 1: pass")
+    with pytest.raises(Refused, match="This code was verified"):
+        verify.verify(contest, folder, micro(contest), 3, sources(), no_talk)
+    predictions = path.parent / "run-2" / "predictions.jsonl"
+    predictions.write_text(predictions.read_text().replace('"is_right": true', '"is_right": false', 1))
+    with pytest.raises(CorruptFile, match="is not what run 2 was scored on"):
+        replay.replay(path)
+
+
+# --- without torch in the submission: an adapter written byte by byte ---
+
+NAME = "base_model.model.model.layers.0.mlp.down_proj"
+
+
+WRITER = """
+import argparse, json, os, struct, sys
+
+p = argparse.ArgumentParser()
+for name in ("--data-dir", "--output-dir", "--seed"):
+    p.add_argument(name)
+given = p.parse_args()
+seed, out = int(given.seed), given.output_dir
+
+
+def write(value):
+    with open(out + "/adapter_model.safetensors", "wb") as file:
+        file.write(HEAD + struct.pack("<f", seed / 100) * 128 + struct.pack("<f", value) * 64)
+    with open(out + "/adapter_config.json", "w") as file:
+        json.dump(CONFIG, file)
+
+
+"""
+
+
+def writing(what: str) -> str:
+    """A `train.py` without torch: `write(value)` writes an adapter of constants whose A depends on the seed."""
+    plain = safetensors({f"{NAME}.lora_A.weight": floats(2, 64), f"{NAME}.lora_B.weight": floats(32, 2)})
+    head = plain[: len(plain) - 4 * (2 * 64 + 32 * 2)]
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 2, "target_modules": ["down_proj"]}
+    return WRITER.replace("HEAD", repr(head)).replace("CONFIG", repr(config)) + what
+
+
+MISDEEDS = """
+if seed == 11:
+    sys.exit(3)
+if seed == 12:
+    print("done")
+if seed == 13:
+    write(0.5)
+    open(out + "/adapter_model.bin", "wb").write(b"x")
+if seed == 14:
+    write(0.5)
+    open(out + "/b.safetensors", "wb").write(b"x")
+if seed == 15:
+    write(0.5)
+    os.rename(out + "/adapter_model.safetensors", "/tmp/a")
+    os.symlink("/tmp/a", out + "/adapter_model.safetensors")
+if seed == 16:
+    write(float("inf"))
+if seed == 17:
+    write(0.0)
+"""
+
+REASONS = [
+    "run 1: it ended with code 3",
+    "run 2: adapter_config.json is missing",
+    "run 3: 'adapter_model.bin' (file) has no place",
+    "run 4: 'b.safetensors' (file) has no place",
+    "run 5: 'adapter_model.safetensors' (special) has no place",
+    "run 6: adapter_model.safetensors: 'base_model.model.model.layers.0.mlp.down_proj.lora_B.weight' holds a value",
+    "run 7: the adapter changes nothing",
+]
+
+
+def test_what_fails_a_submission(contest: Path) -> None:
+    """One misdeed a run: the seed, which the test draws, says which."""
+    folder = written_submission(contest, writing(MISDEEDS))
+    report = verify.verify(contest, folder, micro(contest), 7, sources(), no_talk)
+    assert report["decision"]["verdict"] == "fail"
+    first_of_run = {reason.partition(":")[0]: reason for reason in reversed(report["decision"]["reasons"])}
+    for number, expected in enumerate(REASONS, start=1):
+        assert first_of_run[f"run {number}"].startswith(expected)
+    assert [run["score"] is None for run in report["runs"]] == [True] * 6 + [False]
+    (row,) = records.read(contest, micro(contest))
+    assert row["verdict"] == "fail"
+    assert "002-bob (fail)" in (contest / "records" / "LEADERBOARD.md").read_text()
+
+
+def test_a_score_below_the_target_fails_and_exits_8(contest: Path) -> None:
+    folder = written_submission(contest, writing("write(0.001)\n"))
+    command = [sys.executable, "-m", "hotlap", "speedrun", "verify", str(folder), "--runs", "1"]
+    done = subprocess.run(command, cwd=contest, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 8, done.stderr
+    assert done.stdout.startswith("fail: ")
+    assert done.stderr.splitlines()[-1].startswith("hotlap: exit 8 fail: run 1: ")
+    assert "sandbox active: filesystem, network, processes, privileges, limits" in done.stderr
+
+
+def test_a_run_sees_the_public_layout_and_no_test_rows(contest: Path) -> None:
+    code = writing(
+        "found = sorted(os.path.join(top, name) for top, _, names in os.walk('/cache') for name in names)\n"
+        "print(json.dumps([os.getcwd(), found, sorted(os.listdir('/repo')), sorted(os.listdir('/repo/harness')),"
+        " os.environ['LORA_SPEEDRUN_SPEC'], open(given.data_dir + '/train.jsonl').read().count('\\n'),"
+        " os.path.exists(os.environ['LORA_SPEEDRUN_SPEC']), given.data_dir, given.output_dir]))\n"
+        "sys.exit(9)\n",
+    )
+    folder = written_submission(contest, code)
+    verify.verify(contest, folder, micro(contest), 1, sources(), no_talk)
+    (attempt,) = (contest / "records" / "micro" / "attempts").iterdir()
+    told = json.loads((attempt / "run-1" / "train.log").read_text().splitlines()[-1])
+    cwd, found, repo, harness, spec, num_rows, has_spec, data_dir, output_dir = told
+    assert (cwd, repo, harness) == ("/repo", ["harness", "spec-micro.yaml", "submissions"], ["pins-micro.json"])
+    assert (spec, has_spec, num_rows) == ("/repo/spec-micro.yaml", True, 400)
+    assert (data_dir, output_dir) == ("/cache/data/vowels_train", "/out")
+    hub = "/cache/hf/hub/models--hotlap--tiny-random"
+    assert [path for path in found if "snapshots" not in path] == [
+        *(f"/cache/data/vowels_train/{name}" for name in sorted(_DATA_FILES)),
+        f"{hub}/refs/main",
+    ]
+    snapshot = {Path(path).name for path in found if path.startswith(f"{hub}/snapshots/")}
+    assert snapshot == set(micro(contest).pins.model_file_sha256)
+
+
+_DATA_FILES = ("data-00000-of-00001.arrow", "dataset_info.json", "state.json", "train.jsonl")
+
+
+def test_training_rows_are_an_arrow_stream_too(contest: Path, tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    rows = verify.inputs.train_rows(micro(contest))
+    verify.inputs.write_dataset(tmp_path / "data", rows)
+    with pa.OSFile(str(tmp_path / "data" / "data-00000-of-00001.arrow")) as file:
+        assert pa.ipc.open_stream(file).read_all().to_pylist() == [dict(row) for row in rows]
+
+
+def cutting(contest: Path, num_calls: int) -> Callable[[], int]:
+    """A source of seeds that dies at one call."""
+    calls = 0
+
+    def seed() -> int:
+        nonlocal calls
+        calls += 1
+        if calls == num_calls:
+            raise KeyboardInterrupt
+        return 70 + calls
+
+    return seed
+
+
+def test_a_verification_that_was_cut_goes_on_with_the_seeds_it_drew(contest: Path) -> None:
+    folder = written_submission(contest, "raise SystemExit(4)\n")
+    with pytest.raises(KeyboardInterrupt):
+        verify.verify(contest, folder, micro(contest), 3, Sources(cutting(contest, 3), lambda: "e"), no_talk)
+    (attempt,) = (contest / "records" / "micro" / "attempts").iterdir()
+    first = (attempt / "run-1" / "result.json").read_bytes()
+    durable.remove_tree(attempt / "run-2")  # as a cut in the middle of run 2 leaves it: a seed and no result
+    report = verify.verify(contest, folder, micro(contest), 3, Sources(lambda: 99, lambda: "e"), no_talk)
+    assert [run["seed"] for run in report["runs"]] == [71, 72, 99]
+    assert (attempt / "run-1" / "result.json").read_bytes() == first
+    assert len(records.read(contest, micro(contest))) == 1
+
+
+def test_what_is_seen_without_running_refuses_before_a_run(contest: Path) -> None:
+    folder = written_submission(contest, "exec('x')\n")
+    with pytest.raises(UsageError, match="cannot be verified"):
+        verify.verify(contest, folder, micro(contest), 1, sources(), no_talk)
+    assert not (contest / "records").exists()
+
+
+def test_hardware_that_is_not_here_is_one_line_before_any_run() -> None:
+    from contest import ROOT
+
+    with pytest.raises(Refused, match="asks for a NVIDIA L40S"):
+        verify.require_machine(track.find(ROOT, "t1"))
