@@ -35,6 +35,8 @@ Example:
 @click.option("--slices", "num_slices", default=1, show_default=True, help="At most so many, each on its own machine.")
 @click.option("--gpu", "gpus", multiple=True, help="Kind of GPU; several are tried in this order.  [default: cheapest]")
 @click.option("--volume-id", help="Network volume on which run and data lie.")
+@click.option("--data-center", "regions", multiple=True, help="Where to rent; several are tried in this order.")
+@click.option("--cloud", "tier", type=click.Choice(["secure", "community"]), help="Class of machines.  [default: any]")
 @click.option("--image", help="Container image with hotlap in it.  [default: from cloud.toml]")
 @click.option("--base-model", help="As the machine finds it: a folder, a hub id, a package, or a short name.")
 @click.option("--dataset", help="A JSONL file, as the machine finds it.")
@@ -51,6 +53,8 @@ def launch(
     num_slices: int,
     gpus: tuple[str, ...],
     volume_id: str | None,
+    regions: tuple[str, ...],
+    tier: str | None,
     image: str | None,
     base_model: str | None,
     dataset: str | None,
@@ -69,6 +73,7 @@ def launch(
     del job  # the one kind there is
     from hotlap.cloud import launches, rental
     from hotlap.cloud.ledger import Ledger
+    from hotlap.cloud.provider import Where
     from hotlap.config import load_cloud, load_run
 
     flags = {"base_model": base_model, "dataset": dataset, "output_dir": output_dir, "run": run_name}
@@ -84,7 +89,8 @@ def launch(
 
         guard.require_not_serving(cloud)
     plan = rental.job_of(settings, rented_from, volume_id, image or cloud.runpod.image)
-    offers = rental.offers_for(rented_from, gpus, volume_id)
+    where = Where(volume_id, regions, tier.upper() if tier else None)
+    offers = rental.offers_for(rented_from, gpus, where)
     worst = rental.worst_case(offers, plan, rented_from, num_slices, cloud)
     if dry_run:
         return _tell_worst(worst, run, as_json)

@@ -15,7 +15,7 @@ from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import TRAITS as LOCAL_TRAITS
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.money import Amount, loss_bound_s, rate_of, worst_rate
-from hotlap.cloud.provider import Offer, Provider, Start, Traits
+from hotlap.cloud.provider import ANYWHERE, Offer, Provider, Start, Traits, Where
 from hotlap.cloud.secrecy import redactor
 from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import (
@@ -66,23 +66,29 @@ def owner_of(settings: CloudConfig) -> str:
     return settings.reaper.owner or getpass.getuser()
 
 
-def offers_for(provider: Provider, gpus: Sequence[str], volume_id: str | None = None) -> list[Offer]:
-    """In the order of the kinds that were asked for, each cheapest first; without any, the cheapest there is.
-    A network volume is reached from the secure cloud only.
+def offers_for(provider: Provider, gpus: Sequence[str], where: Where = ANYWHERE) -> list[Offer]:
+    """The candidates, in the order in which they are tried: kind after kind as they were asked for, each cheapest
+    first, in each of the data centers. Without any kind, the cheapest there is.
 
     Raises:
-        NoCapacity: there is no such kind.
+        UsageError: that volume cannot be reached.
+        NoCapacity: there is no such kind, or none in the one data center that reaches the volume.
     """
-
-    def reachable(gpu: str | None) -> list[Offer]:
-        return [offer for offer in provider.offers(gpu) if volume_id is None or offer.cloud != "COMMUNITY"]
-
-    if not gpus:
-        return reachable(None)[:1]
-    offers = [offer for gpu in gpus for offer in reachable(gpu)]
+    kinds: Sequence[str | None] = gpus or (None,)
+    offers = [offer for kind in kinds for offer in provider.offers(kind, where)]
+    wanted = " or ".join(gpus) or "machine of this kind"
     if not offers:
-        known = ", ".join(sorted({offer.gpu for offer in provider.offers()})) or "none"
-        raise NoCapacity(f"{provider.traits.name} offers no {' or '.join(gpus)}. It offers: {known}.")
+        known = ", ".join(sorted({offer.gpu for offer in provider.offers(None, where)})) or "none"
+        raise NoCapacity(f"{provider.traits.name} offers no {wanted} there. It offers: {known}.")
+    if where.volume_id is not None and all(offer.has_stock is False for offer in offers):
+        raise NoCapacity(
+            f"The volume {where.volume_id} lies in {offers[0].region}, and there is no {wanted} to be had there now. "
+            f"Nothing was rented: name other kinds with --gpu, or try later."
+        )
+    if not gpus:
+        # The cheapest that is there, in every place where it may stand.
+        there = [offer for offer in offers if offer.has_stock is not False] or offers
+        return [offer for offer in there if (offer.gpu, offer.cloud) == (there[0].gpu, there[0].cloud)]
     return offers
 
 
