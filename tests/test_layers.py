@@ -59,6 +59,7 @@ PACKAGES = {
     "train": "data",
     "cloud": "",
     "cloud.boot": None,
+    "cloud.arrive": None,
     "research": "cloud data",
     "research.gpt": None,
     "speedrun": "cloud data",
@@ -77,6 +78,7 @@ OWNERS = {
     "httpx": "cloud.runpod export.bench",
     "sqlalchemy": "cloud.database cloud.ledger",
     "psycopg": "cloud.database",
+    "packaging": "cloud.parcel",
     "modal": "cloud.modal",
     "yaml": "speedrun.submission",
     "numpy": "data train research speedrun report",
@@ -219,6 +221,11 @@ DISK_EXCEPTIONS = {
     ("cloud.boot", "marker.mkdir"): "boot stands alone; making the once-marker is exclusive, and it syncs it itself",
     ("cloud.boot", "marker.parent.mkdir"): "the marker's folder",
     ("cloud.boot", "opener.open"): "sends a request; the argument is no mode",
+    **{
+        ("cloud.arrive", name): "stands alone on a rented machine; whoever reads checks a hash or a marker"
+        for name in ("wheel.parent.mkdir", "part.unlink", "staged.open", "staged.rename", "shutil.rmtree")
+    },
+    ("cloud.parcel", "zipfile.ZipFile"): "in memory",
     ("sources", "archive.open"): "reads a member of a wheel; the argument is the member's name, not a mode",
 }
 
@@ -271,7 +278,7 @@ def may_write(mode: ast.expr | None) -> bool:
 
 # --- one clock, no code in data, no forks ---
 
-STANDING_ALONE = {"research.gpt", "cloud.boot"}
+STANDING_ALONE = {"research.gpt", "cloud.boot", "cloud.arrive"}
 
 
 def clock_rule(modules: Sequence[Module]) -> list[str]:

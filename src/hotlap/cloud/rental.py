@@ -92,35 +92,35 @@ def offers_for(provider: Provider, gpus: Sequence[str], where: Where = ANYWHERE)
     return offers
 
 
-def job_of(config: RunConfig, provider: Provider, volume_id: str | None, image: str | None) -> Job:
-    """What runs on the machine: boot, which runs the worker, which runs one slice.
-
-    Raises:
-        UsageError: what the slice saves would be lost with the machine.
+def require_volume(traits: Traits, volume_id: str | None) -> None:
     """
-    name = provider.traits.name
-    if provider.traits.needs_volume and volume_id is None:
+    Raises:
+        UsageError: what a slice saves would be lost with the machine.
+    """
+    if traits.needs_volume and volume_id is None:
         raise UsageError(
-            f"A slice on {name} without a volume would lose its checkpoints with the machine. Name one: --volume-id."
+            f"A slice on {traits.name} without a volume would lose its checkpoints with the machine. Name one: "
+            f"--volume-id."
         )
-    is_local = name == "local"
-    if is_local:
-        output_dir = str(Path(config.output_dir).absolute())
-        config = config.model_copy(update={"output_dir": output_dir, "dataset": _absolute(config.dataset)})
-        config = config.model_copy(update={"base_model": _absolute(config.base_model)})
-    cap_s = config.slice.cap_s
-    order = durable.canonical_json({"config": config.model_dump(mode="json"), "cap_s": cap_s})
-    python = sys.executable if is_local else "python3"
-    worker = (python, "-m", "hotlap.cloud.worker", order)
-    if is_local:
-        argv = (python, "-S", "-I", boot.__file__, *worker)
-    else:
-        from hotlap.cloud import runpod_shapes
 
-        argv = runpod_shapes.boot_argv(worker)
-    plan = plan_of(Job(config.run_name, cap_s, Start(argv)), provider.traits)
-    start = Start(argv, {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"}, image=image, volume_id=volume_id)
-    return Job(config.run_name, cap_s, start)
+
+def local_job(config: RunConfig, traits: Traits) -> Job:
+    """Boot, which runs the worker, which runs one slice, with this Python and this machine's files."""
+    changes = {
+        "output_dir": str(Path(config.output_dir).absolute()),
+        "dataset": _absolute(config.dataset),
+        "base_model": _absolute(config.base_model),
+    }
+    config = config.model_copy(update=changes)
+    argv = (sys.executable, "-S", "-I", boot.__file__, *worker_of(config, sys.executable))
+    plan = plan_of(Job(config.run_name, config.slice.cap_s, Start(argv)), traits)
+    return Job(config.run_name, config.slice.cap_s, Start(argv, {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"}))
+
+
+def worker_of(config: RunConfig, python: str) -> tuple[str, ...]:
+    """The command of one slice."""
+    order = durable.canonical_json({"config": config.model_dump(mode="json"), "cap_s": config.slice.cap_s})
+    return (python, "-m", "hotlap.cloud.worker", order)
 
 
 def _absolute(text: str) -> str:
@@ -144,26 +144,23 @@ def launcher_of(
 class WorstCase:
     """What launching may cost, before anything is done."""
 
-    per_machine: Amount
+    total: Amount
     num_machines: int
     ttl_s: float
+    """Of the machine that may live longest."""
+
     loss: Amount
     """Beyond help: what one machine can cost at most if the launcher dies this second."""
 
-    @property
-    def total(self) -> Amount:
-        return Amount(self.per_machine.gpu_s * self.num_machines, self.per_machine.usd_micros * self.num_machines)
 
-
-def worst_case(
-    offers: Sequence[Offer], job: Job, provider: Provider, num_slices: int, settings: CloudConfig
-) -> WorstCase:
-    """For the dearest of the offers, since any of them may be taken."""
+def worst_case(offers: Sequence[Offer], jobs: Sequence[Job], provider: Provider, settings: CloudConfig) -> WorstCase:
+    """For the dearest of the offers, since any of them may be taken. The jobs run one after another."""
     traits = provider.traits
-    ttl = plan_of(job, traits).ttl_s
+    ttls = [plan_of(job, traits).ttl_s for job in jobs]
     rate = worst_rate(max((rate_of(offer) for offer in offers), key=lambda rate: rate.usd_micros_per_hour))
-    loss_s = loss_bound_s(ttl, settings.reaper.period_minutes * 60.0, traits)
-    return WorstCase(rate.cost(ttl), num_slices, ttl, rate.cost(loss_s))
+    loss_s = loss_bound_s(max(ttls), settings.reaper.period_minutes * 60.0, traits)
+    total = sum((rate.cost(ttl) for ttl in ttls), Amount())
+    return WorstCase(total, len(jobs), max(ttls), rate.cost(loss_s))
 
 
 @dataclass(frozen=True)
