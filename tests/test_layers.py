@@ -79,6 +79,8 @@ OWNERS = {
     "sqlalchemy": "cloud.database cloud.ledger",
     "psycopg": "cloud.database",
     "packaging": "cloud.parcel",
+    "boto3": "cloud.volume",
+    "botocore": "cloud.volume",
     "modal": "cloud.modal",
     "yaml": "speedrun.submission",
     "numpy": "data train research speedrun report",

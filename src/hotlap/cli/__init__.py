@@ -21,6 +21,7 @@ from hotlap.cli.preview import preview
 from hotlap.cli.reap import reap
 from hotlap.cli.runs import logs, runs, stop
 from hotlap.cli.train import train
+from hotlap.cli.volume import pull, volume
 from hotlap.errors import HotlapError
 
 # Errors that come from a path somebody gave us, when they were not met while writing (those are `StorageFailed`).
@@ -38,7 +39,9 @@ def cli() -> None:
     """
 
 
-for command in (demo, doctor, prefetch, preview, train, runs, logs, stop, generate, launch, machines, reap, budget):
+_HERE = (demo, doctor, prefetch, preview, train, runs, logs, stop, generate)
+_RENTED = (launch, machines, reap, budget, volume, pull)
+for command in (*_HERE, *_RENTED):
     cli.add_command(command)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hotlap.cloud.preparing import Preparation
     from hotlap.cloud.provider import Offer, Provider
     from hotlap.cloud.rental import ChainEnd, WorstCase
-    from hotlap.config import RunConfig
+    from hotlap.config import CloudConfig, RunConfig
 
 _START_PATIENCE_S = 30.0
 
@@ -92,16 +92,10 @@ def launch(
     run = settings.run_name
     if rental.is_done(settings, rented_from, launches.last_outcome(run, ledger)):
         return _tell(as_json, run, 0, "done", "the run is done; nothing is rented", [])
-    if provider == "local":
-        from hotlap import guard
-
-        guard.require_not_serving(cloud)
-    rental.require_volume(rented_from.traits, volume_id)
-    where = Where(volume_id, regions, tier.upper() if tier else None)
-    offers = rental.offers_for(rented_from, gpus, where)
+    _require_a_place(rented_from, volume_id, cloud)
+    offers = rental.offers_for(rented_from, gpus, Where(volume_id, regions, tier.upper() if tier else None))
     work = _work_of(settings, rented_from, volume_id, image or cloud.runpod.image, only_prepares)
-    num_slices = 0 if only_prepares else num_slices
-    jobs = [*(work.preparation.jobs if work.preparation else ()), *[work.slice_job] * num_slices]
+    jobs = work.jobs(num_slices := 0 if only_prepares else num_slices)
     if not jobs:
         return _tell(as_json, run, 0, "done", "a local machine has it all; nothing is to be prepared", [])
     worst = rental.worst_case(offers, jobs, rented_from, cloud)
@@ -123,6 +117,19 @@ class _Work:
     slice_job: "Job"
     preparation: "Preparation | None"
     """What must be brought to the volume first; None where all is there."""
+
+    def jobs(self, num_slices: int) -> "list[Job]":
+        return [*(self.preparation.jobs if self.preparation else ()), *[self.slice_job] * num_slices]
+
+
+def _require_a_place(provider: "Provider", volume_id: str | None, settings: "CloudConfig") -> None:
+    """Somewhere to train that disturbs nobody, and somewhere for what is trained."""
+    from hotlap import guard
+    from hotlap.cloud import rental
+
+    if provider.traits.name == "local":
+        guard.require_not_serving(settings)
+    rental.require_volume(provider.traits, volume_id)
 
 
 def _work_of(

@@ -49,6 +49,17 @@ def open_provider(name: str, settings: CloudConfig) -> Provider:
     return runpod.from_environment()
 
 
+def center_of(volume_id: str) -> str:
+    """The data center of a network volume.
+
+    Raises:
+        UsageError: there is no such volume.
+    """
+    from hotlap.cloud import runpod
+
+    return runpod.from_environment().center_of(volume_id)
+
+
 def configured(settings: CloudConfig) -> list[Provider]:
     """Every provider that this environment can reach: a sweep looks at all of them."""
     names = [name for name in NAMES if name == "local" or os.environ.get("RUNPOD_API_KEY")]

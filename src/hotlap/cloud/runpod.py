@@ -110,7 +110,7 @@ class Runpod:
     # --- the protocol ---
 
     def offers(self, gpu: str | None = None, where: Where = ANYWHERE) -> list[Offer]:
-        regions = where.regions if where.volume_id is None else (self._center_of(where),)
+        regions = self._regions_of(where)
         params = {"include": "AVAILABILITY", "product": "POD"}
         entries = _rows_in(self._read("/catalog/gpus", params), "gpus")
         found = [offer for entry in entries for offer in offers_in(entry, regions) if gpu in (None, offer.gpu)]
@@ -118,24 +118,34 @@ class Runpod:
         # Of one price, in the order of the regions that were asked for.
         return sorted(found, key=lambda offer: offer.usd_micros_per_hour)
 
-    def _center_of(self, where: Where) -> str:
-        """The data center that a volume lies in; no other reaches it."""
-        path = f"/network-volumes/{quote(where.volume_id or '', safe='')}"
+    def center_of(self, volume_id: str) -> str:
+        """The data center that a network volume lies in; no other reaches it.
+
+        Raises:
+            UsageError: there is no such volume.
+        """
+        path = f"/network-volumes/{quote(volume_id, safe='')}"
         answer = self._send("GET", path)
         if not answer.is_success:
             problem = _problem_in(answer)
             if not problem.says_not_found:
                 raise failure(problem, f"read {path}")
-            raise UsageError(f"There is no network volume {where.volume_id}. See: hotlap volume ls, or the console.")
+            raise UsageError(f"There is no network volume {volume_id}; the console lists those of this account.")
         center = _object_in(answer).get("dataCenter")
         if not isinstance(center, str) or not center:
-            raise ProviderFailed(f"RunPod does not say in which data center the volume {where.volume_id} lies.")
+            raise ProviderFailed(f"RunPod does not say in which data center the volume {volume_id} lies.")
+        return center
+
+    def _regions_of(self, where: Where) -> tuple[str, ...]:
+        if where.volume_id is None:
+            return where.regions
+        center = self.center_of(where.volume_id)
         if where.regions and center not in where.regions:
             raise UsageError(
                 f"The volume {where.volume_id} lies in {center}, not in {' or '.join(where.regions)}, and is reached "
                 f"from there only. Leave --data-center out."
             )
-        return center
+        return (center,)
 
     def create(self, offer: Offer, tags: Tags, start: Start) -> Machine:
         body = create_body(offer, tags, start, self._url)
