@@ -11,13 +11,14 @@ import argparse
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks import spread
 
 WORDS = [f"w{number}" for number in range(2000)]
 TEMPLATE = (
@@ -82,10 +83,6 @@ def child(kind: str, *arguments: object, python: str = sys.executable) -> dict[s
     argv = [python, "-m", "benchmarks.data", "--child", kind, *map(str, arguments)]
     done = subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {name: round(f(values), 3) for name, f in (("min", min), ("median", statistics.median), ("max", max))}
 
 
 def write_rows(path: Path, count: int, num_words: int) -> Path:

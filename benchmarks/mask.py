@@ -7,12 +7,12 @@ pair, and the peak memory of the process beside what `hotlap preview` estimates.
 import argparse
 import json
 import resource
-import statistics
 import time
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks import spread
 from hotlap.config import LoraConfig, OptimConfig
 from hotlap.data.estimate import memory_of, shape_of
 from hotlap.data.facts import Facts
@@ -59,10 +59,6 @@ def rows_of(seq_len: int, vocabulary: int) -> PackedDataset:
     num_trained = int(is_trained_NT.sum())
     facts = Facts(seq_len, 1, 1, int(segments_NT.max()), seq_len, num_trained, EXAMPLE_TOKENS, vocabulary - 1)
     return PackedDataset("mask", facts, tokens_NT, segments_NT, is_trained_NT, is_trained_NT.sum(axis=1))
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"min": round(min(values), 3), "median": round(statistics.median(values), 3), "max": round(max(values), 3)}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from money import NOON_S, make_lease
 
+from benchmarks import spread
 from hotlap.cloud import launcher, local, rental
 from hotlap.cloud.ledger import _LEASES, Ledger
 from hotlap.cloud.proof import Patience
@@ -156,14 +157,6 @@ def timed(act: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     act()
     return time.perf_counter() - began_s
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {
-        "min": round(min(values), 3),
-        "median": round(statistics.median(values), 3),
-        "max": round(max(values), 3),
-    }
 
 
 if __name__ == "__main__":

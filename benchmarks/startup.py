@@ -5,10 +5,11 @@
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
+
+from benchmarks import spread
 
 COMMANDS = {
     "hotlap --help": [sys.executable, "-m", "hotlap", "--help"],
@@ -29,17 +30,9 @@ def main() -> None:
     ours, theirs = times_s["hotlap --help"], times_s["python -c 'import click'"]
     ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
     print(json.dumps({
-        "seconds": {name: _spread(values) for name, values in times_s.items()},
-        "hotlap over click": _spread(ratios), "repeats": REPEATS, "cores": os.cpu_count(),
+        "seconds": {name: spread(values) for name, values in times_s.items()},
+        "hotlap over click": spread(ratios), "repeats": REPEATS, "cores": os.cpu_count(),
     }))  # fmt: skip
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {
-        "min": round(min(values), 3),
-        "median": round(statistics.median(values), 3),
-        "max": round(max(values), 3),
-    }
 
 
 if __name__ == "__main__":

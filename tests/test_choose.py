@@ -131,6 +131,33 @@ def test_mixed_data_sets_stand_as_often_as_they_weigh(f4: Path, tmp_path: Path) 
     assert again.train.fingerprint != both.train.fingerprint
 
 
+def test_what_a_weight_leaves_out_is_told(f4: Path, tmp_path: Path) -> None:
+    one = write_jsonl(tmp_path / "one.jsonl", f3_rows(8))
+    two = write_jsonl(tmp_path / "two.jsonl", f3_rows(3))
+    said: list[str] = []
+    both = pack(one, f4, mix=(two,), said=said, weight=0.75, **{"data.mix": [{"dataset": str(two), "weight": 0.1}]})
+    assert both.train.num_examples == 6 and both.train.facts.num_unweighted == 2 + 3
+    assert "Train: Left out 5 examples by weights below 1." in said
+    with pytest.raises(BadData, match="can be used: weights below 1 leave out 3, so raise"):
+        pack(two, f4, weight=0.1)
+
+
+def test_two_parts_of_one_folder_are_two_sources(f4: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_jsonl(folder / "one.jsonl", f3_rows(1))
+    write_jsonl(folder / "two.jsonl", [{"question": f"Q{i}", "answer": "A"} for i in range(2)])
+    mix = [{"dataset": str(folder), "files": "two.jsonl"}]
+    both = pack(folder, f4, mix=(folder,), files="one.jsonl", **{"data.mix": mix})
+    assert set(texts(both.train)) == {
+        "<user>q0<turn_end><assistant>a0<turn_end>",
+        "<user>Q0<turn_end><assistant>A<turn_end>",
+        "<user>Q1<turn_end><assistant>A<turn_end>",
+    }
+    alone = pack(folder, f4, files="two.jsonl")
+    assert len(texts(alone.train)) == 2 and not any("<user>q" in text for text in texts(alone.train))
+
+
 def test_b16_the_policy_for_long_examples_is_the_same_packed_and_unpacked(f4: Path, tmp_path: Path) -> None:
     rows = [conversation("user: qqqq", "assistant: aaaaa"), conversation("user: qqqqqqqqq", "assistant: a")]
     source = write_jsonl(tmp_path / "x.jsonl", [*rows, conversation("user: q", "assistant: ab")])

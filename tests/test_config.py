@@ -261,6 +261,18 @@ def test_the_same_file_is_the_same_run_from_every_working_directory(
     assert len(names) == 1
 
 
+def test_a_project_that_moved_goes_on_with_its_runs():
+    def name_in(folder: str) -> str:
+        data = {
+            "eval_dataset": f"{folder}/e.jsonl",
+            "chat_template": f"{folder}/t",
+            "mix": [{"dataset": f"{folder}/m"}],
+        }
+        return RunConfig.model_validate({"base_model": "m", "dataset": f"{folder}/d.jsonl", "data": data}).run_name
+
+    assert name_in("/home/me/project") == name_in("/workspace/project")
+
+
 def test_every_shipped_config_loads():
     for path in sorted(ROOT.glob("configs/**/*.toml")):
         made = load_run(path)

@@ -13,7 +13,10 @@ import readme
 
 import hotlap
 from hotlap.cli import cli
-from hotlap.config import RunConfig
+from hotlap.cloud import runpod
+from hotlap.cloud.launcher import JOB_MARGIN_S
+from hotlap.cloud.money import Rate, loss_bound_s, ttl_s
+from hotlap.config import CloudConfig, RunConfig
 
 ROOT = readme.ROOT
 TEXT = readme.README.read_text()
@@ -46,6 +49,18 @@ def test_toml_in_the_readme_is_a_run(tmp_path: Path) -> None:
 def test_proofs_name_tests_that_exist() -> None:
     names = re.findall(r"tests/[\w/]+\.py", TEXT)
     assert names and all((ROOT / name).is_file() for name in names)
+
+
+def test_the_worst_loss_that_is_promised_is_the_code_s() -> None:
+    """As `cloud.toml` is written, for RunPod: how long a machine may live if its launcher dies, and what that costs."""
+    settings = CloudConfig()
+    ttl = ttl_s(settings.limits.max_slice_minutes * 60.0 + JOB_MARGIN_S, runpod.TRAITS)
+    period_s, proof_s = settings.reaper.period_minutes * 60.0, runpod.TRAITS.proof_s
+    bound_s = loss_bound_s(ttl, period_s, runpod.TRAITS)
+    usd = Rate(3_000_000, num_gpus=1, billing_unit_s=1).cost(bound_s).usd_micros / 1e6
+    promise = f"({ttl} s + {period_s:.0f} s + {proof_s:.0f} s) x $3/h = ${usd:.4f}"
+    assert promise in TEXT
+    assert f"= {bound_s} s, at $3 an hour ${usd:.4f}" in " ".join((ROOT / "docs" / "money.md").read_text().split())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -304,6 +304,34 @@ def test_what_is_no_data_is_named(tmp_path: Path) -> None:
         list(Source(header).rows())
 
 
+@pytest.mark.parametrize("substitute", [r"\2", r"\q"])
+def test_what_takes_a_pattern_s_place_is_checked_before_any_row(substitute: str) -> None:
+    with pytest.raises(ValueError, match="replace does not fit the pattern"):
+        CleanConfig(pattern="(a)", replace=substitute)
+
+
+@pytest.mark.parametrize("pattern", ["", "/abs/*", "**x"])
+def test_a_pattern_that_is_none_is_named(pattern: str, tmp_path: Path) -> None:
+    with pytest.raises(BadData, match="is no pattern for files"):
+        files_of(tmp_path, pattern)
+
+
+def test_a_header_that_is_no_csv_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    for text in ('"prompt"x,completion\nq,a\n', "prompt,completion\rq,a\r"):
+        path.write_bytes(text.encode())
+        with pytest.raises(BadData, match="line 1 is no row of column names"):
+            list(Source(path).rows())
+
+
+def test_what_an_open_quote_takes_along_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text('prompt,completion\nq,a\nq,"a\n' + "q,a\n" * 5 + 'q,"a"\nq,b\n')
+    good, bad, last = Source(path).rows()
+    assert isinstance(bad, BadRow) and bad.line == 3 and "goes on to line 9" in bad.reason
+    assert [row.line for row in (good, last)] == [2, 10]
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     texts=st.lists(

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,17 +13,20 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from money import make_lease
 
 from hotlap import clock
 from hotlap.cli import cli, doctor_money
+from hotlap.cloud import launches, rental
 from hotlap.cloud.lease import Lease
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.proof import Patience
 from hotlap.cloud.reaper import Reaper
 from hotlap.cloud.secrecy import redactor
-from hotlap.config import CloudConfig
-from hotlap.errors import BudgetRefused, HotlapError
+from hotlap.config import CloudConfig, RunConfig
+from hotlap.errors import BudgetRefused, HotlapError, Survivors
+from hotlap.testing.fake_runpod import FakeRunpod
 
 pytestmark = pytest.mark.money
 
@@ -35,7 +39,7 @@ from pathlib import Path
 from hotlap.cloud import launcher, local, money, receipts
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.provider import Start
-from hotlap.config import CloudConfig
+from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import BudgetRefused, HotlapError
 
 launcher.JOB_MARGIN_S = money.SHUTDOWN_S = 0.0
@@ -268,6 +272,59 @@ def test_a_dry_run_and_refusals_rent_nothing(
     assert not list((home / "machines").glob("*")) and Ledger(CloudConfig()).leases_of("tiny") == []
 
 
+def test_a_local_machine_finds_every_place_and_keeps_the_run_s_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "d.jsonl", "e.jsonl", "t.jinja", "m.jsonl"):
+        Path(name).touch()
+    data = {"eval_dataset": "e.jsonl", "chat_template": "t.jinja", "mix": [{"dataset": "m.jsonl"}, {"dataset": "a/b"}]}
+    config = RunConfig.model_validate({"base_model": "model", "dataset": "d.jsonl", "data": data})
+    job = rental.local_job(config, LocalProvider().traits)
+    sent = RunConfig.model_validate(json.loads(job.start.argv[-1])["config"])
+    assert job.run == sent.run_name == config.run_name
+    assert sent.output_dir == str(tmp_path / "runs")
+    assert (sent.base_model, sent.dataset) == (str(tmp_path / "model"), str(tmp_path / "d.jsonl"))
+    assert (sent.data.eval_dataset, sent.data.chat_template) == (str(tmp_path / "e.jsonl"), str(tmp_path / "t.jinja"))
+    assert [item.dataset for item in sent.data.mix] == [str(tmp_path / "m.jsonl"), "a/b"]
+
+
+def test_names_of_strangers_are_no_markup(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RUNPOD_API_KEY", raising=False)
+    folder = home / "machines" / "local-0"
+    folder.mkdir(parents=True)
+    word = {"host": socket.gethostname(), "pid": 1, "birth": "x", "boot": "y"}
+    (folder / "guardian.json").write_text(json.dumps(word))
+    env = {"HOTLAP_LEASE": "a", "HOTLAP_OWNER": "[/red]\x1b[2J", "HOTLAP_NOT_AFTER": "[/b]"}
+    facts = {"machine_id": "local-0", "name": "hotlap-a", "created_at_s": 1.0, "usd_micros_per_hour": 0, "env": env}
+    (folder / "machine.json").write_text(json.dumps(facts))
+    told = inside("machines").stdout
+    assert "[/red]\N{REPLACEMENT CHARACTER}[2J" in told and "'[/b]' cannot be read" in told
+    (home / "machines" / "local-1").mkdir()
+    (home / "machines" / "local-1" / "guardian.json").write_text("{")
+    result = CliRunner().invoke(cli, ["machines"])
+    assert "local-0" in result.stdout and "local-1 are damaged" in str(result.exception)
+
+
+def test_a_local_machine_of_another_home_is_not_taken_for_dead(home: Path) -> None:
+    ledger = Ledger(CloudConfig())
+    lease = ledger.hold(make_lease(began_s=time.time(), not_after_s=int(time.time()) + 100))
+    ledger.note_machine(lease.lease_id, "local-0")
+    words: list[str] = []
+    patience = Patience(1.0, clock.monotonic_s, clock.sleep_s)
+    with pytest.raises(Survivors, match=r"local-0 of run-a+ is a local one of another home"):
+        launches.stop(lease.run, ledger, CloudConfig(), lambda _name: LocalProvider(), patience, words.append)
+    assert [each.lease_id for each in ledger.open_leases()] == [lease.lease_id]
+
+
+def test_a_damaged_word_of_a_launcher_is_no_word(home: Path) -> None:
+    for text in ("", "[]", "{}", '{"boot": 1, "pid": "x"}'):
+        launches.launch_file("tiny").parent.mkdir(parents=True, exist_ok=True)
+        launches.launch_file("tiny").write_text(text)
+        assert launches.supervisor("tiny") is None
+        launches.require_no_other("tiny")
+
+
 def test_money_commands_on_an_empty_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RUNPOD_API_KEY", raising=False)
     assert "60.0 GPU-minutes and $5.00 left" in inside("budget").stdout
@@ -282,12 +339,26 @@ def test_money_commands_on_an_empty_home(home: Path, monkeypatch: pytest.MonkeyP
     assert {row["provider"]: row["seconds"] for row in found["worst_loss"]} == {"local": 385, "runpod": 850}
 
 
-def test_a_key_without_a_reaper_is_a_problem(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RUNPOD_API_KEY", "planted-key")
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("full-key", "opens the whole account"),
+        ("pods-key", "opens pods and not the account"),
+        ("planted-key", "did not say"),
+    ],
+)
+def test_doctor_says_what_a_key_opens_and_that_nobody_reaps(
+    home: Path, monkeypatch: pytest.MonkeyPatch, key: str, words: str
+) -> None:
     problems: list[str] = []
-    found = doctor_money.examine(problems)
-    assert "hotlap reap --install-cron" in problems[0] and "planted-key" not in json.dumps([found, problems])
+    with FakeRunpod() as cloud:
+        monkeypatch.setenv("HOTLAP_RUNPOD_URL", cloud.url)
+        monkeypatch.setenv("RUNPOD_API_KEY", key)
+        found = doctor_money.examine(problems)
     rows = dict(doctor_money.rows(found))
+    assert words in rows["key"] and key not in json.dumps([found, problems])
+    assert "hotlap reap --install-cron" in problems[-1]
+    assert len(problems) == (2 if key == "planted-key" else 1)
     assert rows["reaper"].startswith("never seen") and "850 s, which at $3 an hour is $0.71" in rows["worst loss"]
 
 

@@ -225,9 +225,11 @@ DISK_EXCEPTIONS = {
     ("cloud.boot", "opener.open"): "sends a request; the argument is no mode",
     **{
         ("cloud.arrive", name): "stands alone on a rented machine; whoever reads checks a hash or a marker"
-        for name in ("wheel.parent.mkdir", "part.unlink", "staged.open", "staged.rename", "shutil.rmtree")
+        for name in ("wheel.parent.mkdir", "part.unlink", "staged.open", "staged.rename")
     },
     ("cloud.parcel", "zipfile.ZipFile"): "in memory",
+    ("research.gpt", "part.write_text"): "gpt stands alone; its result is written aside,",
+    ("research.gpt", "part.replace"): "and renamed",
     ("sources", "archive.open"): "reads a member of a wheel; the argument is the member's name, not a mode",
 }
 

@@ -335,6 +335,26 @@ def test_b43_whatever_changes_tokens_changes_the_fingerprint(tmp_path: Path) -> 
     assert is_new(pack(source, tokenizer, seq_len=64, eval_examples=5).train)
 
 
+@pytest.mark.parametrize(("names", "text"), [
+    (("x.jsonl", "x.txt"), '{"text": "hello there"}\n'),
+    (("x.csv", "x.tsv"), "prompt,completion,\tprompt\tcompletion\t,z\na,b,\tc\td\t,z\n"),
+])  # fmt: skip
+def test_the_same_bytes_read_as_something_else_are_another_data_set(
+    names: tuple[str, str], text: str, tmp_path: Path
+) -> None:
+    tokenizer = write_byte_tokenizer(tmp_path / "t", chat_template=None)
+    expected = {
+        "x.jsonl": "hello there<end>",
+        "x.txt": '{"text": "hello there"}<end>',
+        "x.csv": "ab<end>",
+        "x.tsv": "cd<end>",
+    }
+    for name in names:
+        (tmp_path / name).write_text(text)
+        ((tokens, _),) = segments(pack(tmp_path / name, tokenizer).train)
+        assert text_of(tokens) == expected[name]
+
+
 def test_b43_what_changes_no_token_keeps_the_fingerprint(tmp_path: Path, f4: Path) -> None:
     source = write_jsonl(tmp_path / "x.jsonl", f3_rows())
     base = pack(source, f4, seq_len=64).train.fingerprint

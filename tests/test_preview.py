@@ -13,6 +13,7 @@ from hotlap.config import LoraConfig, RunConfig
 from hotlap.data.estimate import Memory, shape_of
 from hotlap.data.preview import Preview, preview
 from hotlap.errors import BadData, MissingArtifact
+from hotlap.testing.fake_runpod import FakeRunpod
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
@@ -71,7 +72,7 @@ def test_counts_and_needs_are_told(model: Path, tmp_path: Path) -> None:
     assert sum(item["examples"] for item in train["histogram"]) == 60
     assert [entry["kind"] for entry in train["left_out"]] == ["'completion' is missing", "too long"]
     assert found["num_steps"] == train["num_rows"] and found["tokens_per_epoch"] == train["num_tokens"]
-    assert found["seed"] is None and found["duration"]["num_slices"] == 1 and "price" not in json.dumps(found)
+    assert found["seed"] is None and found["duration"]["num_slices"] == 1
     assert found["memory"]["estimated_peak_bytes"] > 700_000_000 and "GFLOP/s" in found["speed"]["source"]
 
 
@@ -117,3 +118,38 @@ def test_the_estimate_knows_the_real_model_s_size(model: Path, tmp_path: Path) -
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(MissingArtifact, match="does not tell the model's shape"):
         shape_of(tmp_path)
+
+
+# --- prices ---
+
+
+def test_prices_are_the_worst_case_that_a_launch_would_hold(
+    model: Path, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_jsonl(tmp_path / "x.jsonl", f3_rows())
+    arguments = ("--base-model", model, "--dataset", source, "--json", "--set", "slice.minutes=4")
+    with FakeRunpod() as cloud:
+        monkeypatch.setenv("HOTLAP_RUNPOD_URL", cloud.url)
+        monkeypatch.setenv("RUNPOD_API_KEY", "full-key")
+        found = json.loads(run(*arguments, "--on", "runpod").stdout)["prices"]
+    by_kind = {(row["gpu"], row["cloud"]): row for row in found}
+    l40s = by_kind["NVIDIA L40S", "SECURE"]
+    # 150 s to get ready, 240 s and 10 s for the job, 30 s to leave; $0.86 an hour and 5 % for a price that moved.
+    assert l40s["slice_usd_micros"] == -(-430 * 903_000 // 3600)
+    assert (l40s["num_slices"], l40s["usd_micros"]) == (1, l40s["slice_usd_micros"])
+    tokens, parameters = 2 * 3 * 20 * 60, 300 * 32 + 2 * (32 * (2 * 32 + 2 * 16) + 3 * 32 * 64)
+    assert l40s["seconds"] < 4 * parameters * tokens / (0.3 * 362e12)
+    assert l40s["seconds"] > 0 and found == sorted(found, key=lambda row: row["usd_micros"])
+
+
+def test_without_a_provider_there_are_no_prices_and_the_local_one_costs_what_cloud_toml_says(
+    model: Path, tmp_path: Path, home: Path
+) -> None:
+    source = write_jsonl(tmp_path / "x.jsonl", f3_rows())
+    arguments = ("--base-model", model, "--dataset", source)
+    assert json.loads(run(*arguments, "--json").stdout)["prices"] is None
+    (home / "cloud.toml").write_text("[local]\nusd_per_hour = 3.6\n")
+    text = run(*arguments, "--on", "local", "--html", tmp_path / "page.html").stdout
+    # 30 s to get ready, 300 s and 10 s for the job, 30 s to leave, at $3.78 an hour.
+    assert "$3.60 an hour: a slice costs at most $0.3885" in text and "1 slice, so at most $0.3885" in text
+    assert "at most $0.3885" in (tmp_path / "page.html").read_text()

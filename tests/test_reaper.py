@@ -15,6 +15,7 @@ from hotlap import clock
 from hotlap.cloud import cron, reaper
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import LocalProvider
+from hotlap.cloud.machine_files import MachineFolder
 from hotlap.cloud.proof import Evidence, Patience, is_proven, look
 from hotlap.cloud.provider import MAX_TTL_S, Listing, ListingBroken, Machine, Start, Tags, event_in, read_tags
 from hotlap.cloud.reaper import Reaper, Report, doomed, lease_of, unseen, warnings_of
@@ -289,3 +290,20 @@ def test_lines_are_events_or_talk() -> None:
     assert event_in('HOTLAP: {"event": "boot", "boot_id": "b"}') == {"event": "boot", "boot_id": "b"}
     for talk in ("hello", "HOTLAP: {", "HOTLAP: [1]", 'HOTLAP: {"event": 1}', '{"event": "boot"}'):
         assert event_in(talk) is None
+
+
+def test_a_machine_that_ended_long_ago_costs_until_its_end(home: Path) -> None:
+    provider, ledger = LocalProvider(home=home, grace_s=0.2), Ledger(CloudConfig())
+    now_s = time.time()
+    lease = make_lease("a" * 16, began_s=now_s - 100, not_after_s=int(now_s) + 1)
+    ledger.hold(lease)
+    machine = rent(provider, lease.lease_id, 1.0)
+    ledger.note_machine(lease.lease_id, machine.machine_id)
+    folder = MachineFolder(home / "machines" / machine.machine_id)
+    while (dead := folder.dead()) is None:
+        time.sleep(0.05)
+    # As if nobody had come for a while.
+    folder.write_dead({**dead, "at_s": now_s - 40.0})
+    report = Reaper(provider, ledger, CloudConfig(), "me").reap(patience())
+    (closed,) = report.closed
+    assert (closed.state, closed.gpu_s, closed.usd_micros) == ("settled", 61, 61_000)

@@ -123,6 +123,26 @@ def test_without_any_launcher_the_machine_ends_itself(ground: Ground) -> None:
     assert delete.ident == machine_id and delete.status == 204
 
 
+RECEIPT = "receipts/abcdabcdabcdabcd.json"
+
+
+@pytest.mark.parametrize(
+    ("damaged", "code"), [("ledger.sqlite", 4), ("machines/local-0/guardian.json", 5), (RECEIPT, 0)]
+)
+def test_damage_at_home_spares_no_rented_machine(ground: Ground, damaged: str, code: int, home: Path) -> None:
+    ground.cloud.account.pod_key_allows = "nothing"
+    ground.create(("sleep", "30"), ttl_s=1.0, cap_s=0.5)
+    path = home / damaged
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"{ no file of ours " * 100)
+    (home / "cloud.toml").write_text('[reaper]\nowner = "me"\n')
+    env = {**os.environ, "RUNPOD_API_KEY": "full-key", "HOTLAP_RUNPOD_URL": ground.cloud.url}
+    time.sleep(1.1)
+    assert ground.cloud.alive()
+    done = subprocess.run([sys.executable, "-m", "hotlap", "reap"], env=env, capture_output=True, text=True)
+    assert ground.cloud.alive() == [] and done.returncode == code, done.stderr
+
+
 def test_what_cannot_end_itself_is_reaped_after_its_time(ground: Ground) -> None:
     """Its key may not delete it; its job ignores signals and leaves its session. One pass of the reaper ends it."""
     ground.cloud.account.pod_key_allows = "nothing"

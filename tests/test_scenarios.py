@@ -1,15 +1,18 @@
 """The thirty things that go wrong with rented machines, in fake time, each with what must come of it."""
 
+import math
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import CAP_S, CREATE, DELETE, GPU, LOGS, OWNER, REAPER_PERIOD_S, Killed, Life, Stage
+from stage import CAP_S, CREATE, DELETE, GPU, LOGS, OWNER, PROOF_S, REAPER_PERIOD_S, Killed, Life, Stage
 
 from hotlap import durable
-from hotlap.cloud import launcher
+from hotlap.cloud import launcher, launches, rental
 from hotlap.cloud.ledger import Ledger
+from hotlap.cloud.proof import Patience
+from hotlap.cloud.provider import Start
 from hotlap.config import BudgetConfig, CloudConfig
 from hotlap.errors import (
     AmbiguousCreate,
@@ -556,6 +559,40 @@ def test_reaping_twice_at_once_is_fine(home: Path, stage: Any) -> None:
     assert all(report.is_clean for report in reports) and s.reap().is_clean
     s.require_sound()
     assert s.leases()[0].state == "settled"
+
+
+def test_after_a_stop_nothing_more_is_rented(stage: Any) -> None:
+    s = stage(job=Job(seconds=20, exit_code=75, reason="slice_over"))
+    job = launcher.Job("run", CAP_S, Start(("job",), {"HOTLAP_CAP_S": str(CAP_S + 10)}, image="img"))
+    lead = launcher.Launcher(s.provider, s.ledger, s.settings, OWNER, s.stops, s.world())
+
+    def ask(_end: launcher.LeaseEnd) -> None:
+        s.stops.num_asked = 1
+
+    end = rental.chain(lead, job, s.offers(), 5, ask)
+    assert (end.exit_code, len(end.leases), len(s.posts())) == (75, 1, 1)
+
+
+def test_a_stop_while_there_is_no_capacity_tries_no_other_kind(stage: Any) -> None:
+    s = stage(Fault("capacity", CREATE))
+    s.stops.num_asked = 1
+    with pytest.raises(NoCapacity):
+        s.launch(s.offers(GPU, "NVIDIA H100 80GB HBM3"))
+    assert len(s.posts()) == 1
+
+
+def test_a_stop_the_day_after_books_no_more_than_the_machine_can_have_cost(stage: Any) -> None:
+    s = stage(job=Job(seconds=60, exit_code=75))
+    with pytest.raises(Killed):
+        s.launch(life=Life("ledger.note_machine"))
+    s.sleep_s(86_400.0)
+    assert s.alive() == []
+    patience = Patience(60.0, s.clock.now_s, s.sleep_s)
+    (closed,) = launches.stop("run", s.ledger, s.settings, lambda _name: s.provider, patience, s.words.append)
+    at_most_s = TTL_S + REAPER_PERIOD_S + PROOF_S
+    assert (closed.state, closed.gpu_s) == ("settled", at_most_s)
+    assert closed.usd_micros == math.ceil(at_most_s * closed.usd_micros_per_hour * 1.05 / 3600)
+    s.require_sound()
 
 
 def test_the_machine_gets_no_key_and_no_database(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:

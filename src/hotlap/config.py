@@ -160,8 +160,10 @@ class RunConfig(Config):
             **self.trajectory,
             **{key: Path(getattr(self, key)).name for key in ("base_model", "dataset")},
         }
-        if self.data.eval_dataset is not None:
-            settings["data"] = {**settings["data"], "eval_dataset": Path(self.data.eval_dataset).name}
+        data = settings["data"]
+        places = {key: Path(data[key]).name for key in ("eval_dataset", "chat_template") if data[key] is not None}
+        mix = [{**item, "dataset": Path(item["dataset"]).name} for item in data["mix"]]
+        settings["data"] = {**data, **places, "mix": mix}
         digest = durable.sha256_bytes(durable.canonical_json(settings).encode())[:8]
         slug = re.sub(r"[^a-z0-9]+", "-", Path(self.dataset).stem.lower()).strip("-")[:32] or "run"
         return f"{slug}-{digest}"

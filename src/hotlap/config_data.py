@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from hotlap.config_base import Config
 
@@ -35,6 +35,15 @@ class CleanConfig(Config):
             raise ValueError(f"is no regular expression: {error}") from None
         return pattern
 
+    @model_validator(mode="after")
+    def _replaces(self) -> "CleanConfig":
+        try:
+            # What takes a pattern's place is read before anything is looked for.
+            re.sub(self.pattern, self.replace, "")
+        except (re.error, IndexError) as error:
+            raise ValueError(f"replace does not fit the pattern: {error}") from None
+        return self
+
 
 class PruneConfig(Config):
     by: Literal["first", "shortest", "seed"]
@@ -51,7 +60,7 @@ class MixConfig(Config):
     dataset: str
     """A further data set, given as `dataset` is."""
 
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1000)
     """How often each of its examples stands in an epoch: 2 repeats all, 0.5 takes a half that the seed draws."""
 
     format: FormatName = "auto"
@@ -68,7 +77,7 @@ class DataConfig(Config):
     files: str | None = None
     """Which files of a folder or hub data set are read, as a pattern (`data/train-*`). Absent: those of `train`."""
 
-    weight: float = Field(default=1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0, le=1000)
     """How often each example of `dataset` stands in an epoch, beside those of `mix`."""
 
     mix: Annotated[tuple[MixConfig, ...], Field(strict=False)] = ()

@@ -29,7 +29,9 @@ Example:
   hotlap budget --json
 """
 )
-@click.option("--days", "num_days", default=30, show_default=True, help="How far back.")
+@click.option(
+    *("--days", "num_days"), default=30, show_default=True, type=click.IntRange(1, 36_500), help="How far back."
+)
 @click.option("--csv", "as_csv", is_flag=True, help="One line a machine.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def budget(num_days: int, as_csv: bool, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 from hotlap import clock, errors
@@ -21,9 +22,7 @@ def examine(problems: list[str]) -> dict[str, Any] | None:
     found: dict[str, Any] = {
         "ledger": _ledger(settings, problems),
         "reaper": reaper,
-        "key": "RUNPOD_API_KEY is set; whether it can do more than read and write pods is not known here"
-        if has_key
-        else "no key, so nothing but this machine can be rented",
+        "key": _key(problems) if has_key else "no key, so nothing but this machine can be rented",
         "serving_guard": _serving_guard(settings),
         "worst_loss": _worst_loss(settings),
     }
@@ -33,6 +32,17 @@ def examine(problems: list[str]) -> dict[str, Any] | None:
             "Run: hotlap reap --install-cron"
         )
     return found
+
+
+def _key(problems: list[str]) -> str:
+    from hotlap.cloud import runpod
+
+    try:
+        with closing(runpod.from_environment()) as provider:
+            return f"RUNPOD_API_KEY is set, and {provider.key_scope()}"
+    except errors.HotlapError as error:
+        problems.append(str(error))
+        return "RUNPOD_API_KEY is set; RunPod did not say what it opens"
 
 
 def _ledger(settings: Any, problems: list[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotlap.cli.runs import print_table
+from hotlap.errors import ProviderFailed
 
 if TYPE_CHECKING:
     from hotlap.cloud.lease import Lease
@@ -37,12 +38,25 @@ def machines(offers: bool, as_json: bool) -> None:
         click.echo(json.dumps(rows, indent=1)) if as_json else print_table(rows, _OFFERS)
         return
     leases = {lease.lease_id: lease for lease in Ledger(settings).open_leases()}
-    rows = [row for provider in providers for row in _rows(provider, leases)]
+    rows, troubles = list[dict[str, Any]](), list[ProviderFailed]()
+    for provider in providers:
+        rows += _rows(provider, leases, troubles)
     click.echo(json.dumps(rows, indent=1)) if as_json else print_table(rows, _COLUMNS)
+    if troubles:
+        raise troubles[0]
 
 
-def _rows(provider: "Provider", leases: dict[str, "Lease"]) -> list[dict[str, Any]]:
-    listing = provider.machines()
+def _rows(provider: "Provider", leases: dict[str, "Lease"], troubles: list[ProviderFailed]) -> list[dict[str, Any]]:
+    """What is seen of one provider; its trouble must not hide what is rented from another."""
+    from hotlap.cloud.provider import ListingBroken
+
+    try:
+        listing = provider.machines()
+    except ProviderFailed as error:
+        troubles.append(error)
+        if not isinstance(error, ListingBroken):
+            return []
+        listing = error.seen
     return [_row(provider.traits.name, machine, listing, leases) for machine in listing.machines]
 
 

@@ -2,7 +2,8 @@
 
 import html
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ Example:
     type=click.IntRange(min=0),
     help="How many examples to show token by token.",
 )
+@click.option("--on", "provider", help="Price the run on what this provider offers now: local or runpod.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.option("--html", "html_path", type=click.Path(path_type=Path), help="Write a page to this file as well.")
 def preview(
@@ -44,6 +46,7 @@ def preview(
     output_dir: str | None,
     overrides: tuple[str, ...],
     num_examples: int,
+    provider: str | None,
     as_json: bool,
     html_path: Path | None,
 ) -> None:
@@ -52,20 +55,24 @@ def preview(
     Green tokens are trained, gray ones are only read. The data is prepared on the way, without a cap on the time, so a
     slice finds it ready. Trains nothing and rents nothing.
     """
-    from hotlap.config import load_run
+    from hotlap.cli import preview_price
+    from hotlap.config import load_cloud, load_run
     from hotlap.data.preview import preview as look
 
     settings = load_run(config, overrides, base_model=base_model, dataset=dataset, output_dir=output_dir)
     found = look(settings, num_examples, lambda text: click.echo(text, err=True))
+    priced = [] if provider is None else preview_price.prices(found, settings, provider, load_cloud())
+    rows = [*rows_of(found), *preview_price.rows_of(priced)]
     if html_path is not None:
         from hotlap import durable
 
-        durable.replace(html_path, page(found).encode())
+        durable.replace(html_path, page(found, rows).encode())
         click.echo(f"Written to {html_path}.", err=True)
     if as_json:
-        click.echo(json.dumps(found.as_json(), indent=1))
+        prices = [{**asdict(price), "usd_micros": price.usd_micros} for price in priced]
+        click.echo(json.dumps({**found.as_json(), "prices": None if provider is None else prices}, indent=1))
     else:
-        _print(found)
+        _print(found, rows)
 
 
 # --- words ---
@@ -108,7 +115,7 @@ def _hours(seconds: float) -> str:
 # --- the terminal ---
 
 
-def _print(found: "Preview") -> None:
+def _print(found: "Preview", rows: Iterable[tuple[str, str]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -124,7 +131,7 @@ def _print(found: "Preview") -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, finding in rows_of(found):
+    for name, finding in rows:
         table.add_row(name, Text(finding))
     for count, kind, where, reason in left_out_rows(found.packing.train.facts):
         table.add_row("left out", Text(f"{count:,} x {kind} ({where}). {_printable(reason)}"))
@@ -176,10 +183,10 @@ _STYLE = (
 )
 
 
-def page(found: "Preview") -> str:
+def page(found: "Preview", rows: Iterable[tuple[str, str]]) -> str:
     """A page that needs nothing else. Every text of a stranger's is escaped."""
     findings = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(finding)}</td></tr>" for name, finding in rows_of(found)
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(finding)}</td></tr>" for name, finding in rows
     )
     examples = "".join(f"<pre>{_spans(example)}</pre>" for example in found.examples)
     return (

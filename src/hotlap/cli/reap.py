@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 import click
 
 from hotlap import clock
+from hotlap.errors import HotlapError
 
 if TYPE_CHECKING:
-    from hotlap.cloud.reaper import Report
+    from hotlap.cloud.proof import Patience
+    from hotlap.cloud.reaper import Reaper, Report
 
 _PATIENCE_S = 180.0
 
@@ -43,12 +45,17 @@ def reap(dry_run: bool, all_owners: bool, install_cron: bool, as_json: bool) -> 
             click.echo(line)
         return
     redact = redactor(settings.ledger.url)
-    ledger, owner = Ledger(settings), rental.owner_of(settings)
+    owner, trouble = rental.owner_of(settings), None
+    try:
+        ledger = Ledger(settings)
+    except HotlapError as error:
+        ledger, trouble = None, error
+        click.echo(f"{redact(str(error))} Machines are judged by their tags alone.", err=True)
     patience = Patience(
         _PATIENCE_S, clock.monotonic_s, clock.sleep_s, say=lambda text: click.echo(redact(text), err=True)
     )
     reports = [
-        reaper.Reaper(provider, ledger, settings, owner, all_owners).reap(patience, dry_run)
+        _sweep(reaper.Reaper(provider, ledger, settings, owner, all_owners), provider.traits.name, patience, dry_run)
         for provider in rental.configured(settings)
     ]
     if not dry_run:
@@ -58,15 +65,28 @@ def reap(dry_run: bool, all_owners: bool, install_cron: bool, as_json: bool) -> 
     else:
         for report in reports:
             _print(report, dry_run)
+    if trouble is not None:
+        raise trouble
     reaper.require_clean(reports)
 
 
+def _sweep(reaper: "Reaper", provider: str, patience: "Patience", is_dry_run: bool) -> "Report":
+    from hotlap.cloud.reaper import Report
+
+    try:
+        return reaper.reap(patience, is_dry_run)
+    except Exception as error:  # noqa: BLE001  (whatever befalls one provider, machines of the others still cost)
+        return Report(provider, failure=f"the pass over {provider} broke off: {type(error).__name__}: {error}")
+
+
 def _print(report: "Report", dry_run: bool) -> None:
+    from hotlap.cli.progress import plain
+
     for warning in report.warnings:
-        click.echo(f"{report.provider}: {warning}", err=True)
+        click.echo(plain(f"{report.provider}: {warning}"), err=True)
     for machine, reason in report.doomed:
         state = "would end" if dry_run else "survives" if machine.machine_id in report.survivors else "ended"
-        click.echo(f"{report.provider}: {state} {machine.machine_id} ({machine.name}): {reason}")
+        click.echo(plain(f"{report.provider}: {state} {machine.machine_id} ({machine.name}): {reason}"))
     for lease in report.closed:
         click.echo(f"{report.provider}: lease {lease.lease_id} is {lease.state}, {lease.amount.text()}")
     if not report.doomed and report.failure is None:

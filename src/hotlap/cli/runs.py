@@ -68,12 +68,16 @@ def _slice_row(state: "SliceState") -> dict[str, Any]:
 def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    from hotlap.cli.progress import plain
 
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column.replace("_", " "), justify="left" if column in ("name", "state", "ending") else "right")
     for row in rows:
-        table.add_row(*(_cell(row[column]) for column in columns))
+        # As `Text`, for strangers name machines, and markup is a language too.
+        table.add_row(*(Text(plain(_cell(row[column]))) for column in columns))
     console = Console(highlight=False)
     console.width = console.width if console.is_terminal else 240
     console.print(table)
@@ -189,7 +193,9 @@ def _end_rented(run: str) -> list[dict[str, Any]]:
         click.echo(text, err=True)
 
     patience = Patience(_PROOF_PATIENCE_S, clock.monotonic_s, clock.sleep_s, say=say)
-    closed = launches.stop(name, Ledger(settings), lambda each: rental.open_provider(each, settings), patience, say)
+    closed = launches.stop(
+        name, Ledger(settings), settings, lambda each: rental.open_provider(each, settings), patience, say
+    )
     for lease in closed:
         say(f"machine {lease.machine_id or 'unseen'}: lease {lease.lease_id} is {lease.state}, {lease.amount.text()}")
     keys = ("lease_id", "machine_id", "state", "gpu_s", "usd_micros")

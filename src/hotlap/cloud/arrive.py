@@ -13,7 +13,6 @@ import hashlib
 import json
 import lzma
 import os
-import shutil
 import site
 import subprocess
 import sys
@@ -91,10 +90,9 @@ def _marker(digest: str) -> dict[str, str]:
 
 
 def _make(env: Path, wheel: Path, extra: str) -> int:
-    if env.exists():
-        shutil.rmtree(env)
-    # Without pip of its own: some images lack what would install it, and the image's pip can do it from outside.
-    code = _run("-m", "venv", "--without-pip", str(env))
+    # Cleared of what a cut-off attempt left, and without pip of its own: some images lack what would install it, and
+    # the image's pip can work from outside.
+    code = _run("-m", "venv", "--clear", "--without-pip", str(env))
     if code != 0:
         return code
     (packages,) = (env / "lib").glob("python3*/site-packages")

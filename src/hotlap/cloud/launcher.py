@@ -13,10 +13,10 @@ from hotlap import clock
 from hotlap.cloud import receipts
 from hotlap.cloud.lease import Lease
 from hotlap.cloud.ledger import Ledger
-from hotlap.cloud.money import PRICE_TOLERANCE_PERCENT, rate_of, ttl_s, usd, worst_rate
-from hotlap.cloud.proof import Patience, end_all
+from hotlap.cloud.money import rate_of, ttl_s, worst_rate
+from hotlap.cloud.proof import Patience, end_all, ended_s
 from hotlap.cloud.provider import Listing, Machine, Offer, Provider, Start, Tags, Traits, event_in
-from hotlap.cloud.watch import End, Plan, Seen, end_of, hear, see
+from hotlap.cloud.watch import End, Plan, Seen, end_by_price, end_of, hear, see
 from hotlap.config import CloudConfig
 from hotlap.errors import (
     AmbiguousCreate,
@@ -129,7 +129,16 @@ class Launcher:
                 except RateLimited as error:
                     refusal = error
                     self._nap(error.retry_after_s)
+                    if self.is_stopped:
+                        break
+            if self.is_stopped:
+                break
         raise refusal
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody asked to stop, after which nothing more is rented."""
+        return self._stops.is_asked()
 
     def _rent(self, job: Job, offer: Offer) -> LeaseEnd:
         listing = self._provider.machines()
@@ -323,14 +332,10 @@ class Launcher:
             )
         price = {"actual_usd_micros_per_hour": rented.price}
         rented.receipt.note(at=("proven", self._world.wall_s()), proof=proof, price=price)
-        ended_s = max(evidence.absent_at_s[0] for evidence, _ in ends.values()) + CLOCK_STEP_S
-        lease = self._ledger.settle(rented.lease.lease_id, ended_s, rented.price, rented.outcome)
+        at_s = ended_s({machine_id: evidence for machine_id, (evidence, _) in ends.items()})
+        lease = self._ledger.settle(rented.lease.lease_id, at_s, rented.price, rented.outcome)
         rented.receipt.settle(lease, proof)
         return lease
-
-
-CLOCK_STEP_S = 1.0
-"""A provider may tell its time in whole seconds, so a moment it names may lie so much later."""
 
 
 # --- decisions ---
@@ -358,14 +363,6 @@ def require_few(listing: Listing, owner: str, settings: CloudConfig) -> None:
             f"{settings.limits.max_live_machines} is the limit. Run: hotlap reap, or edit limits.max_live_machines in "
             f"cloud.toml."
         )
-
-
-def end_by_price(offer: Offer, price: int | None) -> End | None:
-    limit = offer.usd_micros_per_hour * (100 + PRICE_TOLERANCE_PERCENT)
-    if price is None or price * 100 <= limit:
-        return None
-    quoted = usd(offer.usd_micros_per_hour)
-    return End("price", f"it costs {usd(price)} an hour, and {quoted} was offered")
 
 
 def outcome_of(end: End | None) -> str:

@@ -9,12 +9,11 @@ from typing import Any
 
 from hotlap import clock, durable
 from hotlap.cloud import receipts
-from hotlap.cloud.launcher import CLOCK_STEP_S
 from hotlap.cloud.lease import Lease
 from hotlap.cloud.ledger import Ledger
-from hotlap.cloud.proof import Patience, end_all
+from hotlap.cloud.proof import Patience, end_all, last_bill
 from hotlap.cloud.provider import NAME_PREFIX, Provider
-from hotlap.config import hotlap_home
+from hotlap.config import CloudConfig, hotlap_home
 from hotlap.errors import Survivors, UsageError
 
 _POLL_S = 0.1
@@ -43,11 +42,18 @@ def supervisor(run: str) -> int | None:
         is_it = word["boot"] == clock.boot_id() and clock.process_birth(word["pid"]) == word["birth"]
     except (FileNotFoundError, ProcessLookupError):
         return None
+    except (ValueError, KeyError, TypeError):  # a damaged word is no word; the ledger still knows the machines
+        return None
     return word["pid"] if is_it else None
 
 
 def stop(
-    run: str, ledger: Ledger, provider_of: Callable[[str], Provider], patience: Patience, say: Callable[[str], None]
+    run: str,
+    ledger: Ledger,
+    settings: CloudConfig,
+    provider_of: Callable[[str], Provider],
+    patience: Patience,
+    say: Callable[[str], None],
 ) -> list[Lease]:
     """End whatever is rented for a run, and return its leases, closed. Nothing rented is an empty list.
 
@@ -66,16 +72,29 @@ def stop(
             raise Survivors(f"Process {pid} does not leave {run}. End it, then run hotlap stop {run} again.")
     for lease in ledger.open_leases(run):
         mine.add(lease.lease_id)
-        _end(lease, ledger, provider_of(lease.provider), patience, say)
+        _end(lease, ledger, settings, provider_of(lease.provider), patience, say)
     return ledger.leases(sorted(mine))
 
 
-def _end(lease: Lease, ledger: Ledger, provider: Provider, patience: Patience, say: Callable[[str], None]) -> None:
+def _end(
+    lease: Lease,
+    ledger: Ledger,
+    settings: CloudConfig,
+    provider: Provider,
+    patience: Patience,
+    say: Callable[[str], None],
+) -> None:
     """Find the machine of a lease whose launcher is gone, end it, and settle. An unseen one is left to the reaper."""
     listing = provider.machines()
     victims = {
         each.machine_id: each.created_at_s for each in listing.machines if each.name == NAME_PREFIX + lease.lease_id
     }
+    if not victims and lease.provider == "local" and not receipts.receipt_path(lease.lease_id).exists():
+        # Its absence here proves nothing: a ledger may be shared, a local machine is seen from its own home only.
+        raise Survivors(
+            f"{lease.machine_id or 'A machine'} of {lease.run} is a local one of another home or computer. Run hotlap "
+            f"stop {lease.run} there; it ends by itself at {clock.utc_text(lease.not_after_s)}."
+        )
     victims |= {ident: lease.began_s for ident in (lease.machine_id or "").split(",") if ident and ident not in victims}
     if not victims:
         say(f"Lease {lease.lease_id} has no machine so far; hotlap reap goes on looking, and it stays charged.")
@@ -83,10 +102,11 @@ def _end(lease: Lease, ledger: Ledger, provider: Provider, patience: Patience, s
     ends = end_all(provider, list(victims.items()), patience)
     if not all(is_dead for _, is_dead in ends.values()):
         raise Survivors(f"{', '.join(victims)} of {lease.provider} is not proven dead. Run the same command again.")
-    ended_s = max(evidence.absent_at_s[0] for evidence, _ in ends.values()) + CLOCK_STEP_S
+    dead = {ident: evidence for ident, (evidence, _) in ends.items()}
     price = next((each.usd_micros_per_hour for each in listing.machines if each.machine_id in victims), None)
-    closed = ledger.settle(lease.lease_id, ended_s, price, "stopped", "ended by hotlap stop")
-    proof = {ident: evidence.as_json() for ident, (evidence, _) in ends.items()}
+    at_s, price = last_bill(lease, dead, listing.machines, price, settings)
+    closed = ledger.settle(lease.lease_id, at_s, price, "stopped", "ended by hotlap stop")
+    proof = {ident: evidence.as_json() for ident, evidence in dead.items()}
     receipts.open_receipt(lease.lease_id).settle(closed, proof)
 
 

@@ -17,6 +17,7 @@ from hotlap.cloud.machine_files import MachineFolder
 from hotlap.cloud.provider import (
     ANYWHERE,
     Listing,
+    ListingBroken,
     LogPage,
     Machine,
     Offer,
@@ -120,12 +121,23 @@ class LocalProvider:
         return self._machine(folder)
 
     def machines(self) -> Listing:
-        found: list[Machine] = []
+        found, damaged = list[Machine](), list[Path]()
         for path in sorted(self._folder.glob("local-*")):
-            with contextlib.suppress(FileNotFoundError):  # ended in between
+            try:
                 if (folder := MachineFolder(path)).is_here():
                     found.append(self._machine(folder))
-        return Listing(clock.wall_s(), tuple(found))
+            except FileNotFoundError:  # ended in between
+                continue
+            except (ValueError, KeyError, TypeError):
+                damaged.append(path)
+        listing = Listing(clock.wall_s(), tuple(found))
+        if damaged:
+            raise ListingBroken(
+                f"The files of {damaged[0]} are damaged, so what it is cannot be told. See that nothing of it runs "
+                f"any more, and remove the folder.",
+                listing,
+            )
+        return listing
 
     def terminate(self, machine_id: str) -> bool:
         """Waits for the reaping, and removes the machine's folder after it: absence is proof."""
@@ -161,12 +173,16 @@ class LocalProvider:
         lines = whole.decode(errors="replace").split("\n") if newline else []
         return LogPage(tuple(lines), str(start + len(whole) + len(newline)))
 
+    def close(self) -> None:
+        """Nothing is held open."""
+
     def _machine(self, folder: MachineFolder) -> Machine:
         facts = folder.facts()
         tags = read_tags(facts["env"], facts["created_at_s"])
         problems = list(tags.problems)
         state: State = "running"
-        if folder.dead():
+        dead = folder.dead()
+        if dead:
             state = "exited"
         elif folder.guardian_pid() is None and not folder.dead():
             state = "error"
@@ -183,6 +199,7 @@ class LocalProvider:
             usd_micros_per_hour=facts["usd_micros_per_hour"],
             is_up=state == "running",
             problems=tuple(problems),
+            ended_at_s=dead["at_s"] if dead else None,
         )
 
 

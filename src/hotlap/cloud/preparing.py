@@ -48,7 +48,8 @@ def _job(run: str, cap_s: float, argv: tuple[str, ...], volume_id: str, image: s
 
 def on_volume(config: RunConfig) -> RunConfig:
     """The run as a rented machine finds it: its folder on the volume, since nothing else outlives the machine."""
-    return config.model_copy(update={"output_dir": str(Path(VOLUME) / config.output_dir)})
+    there = {"run": config.run_name, "output_dir": str(Path(VOLUME) / config.output_dir)}
+    return config.model_copy(update=there)
 
 
 def commands_of(config: RunConfig) -> list[list[str]]:

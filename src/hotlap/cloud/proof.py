@@ -1,10 +1,13 @@
 """End a machine and prove it: terminate until accepted, then look until it is gone from full listings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hotlap.cloud.provider import Listing, Provider, Traits
+from hotlap.cloud.lease import Lease, overdue_s
+from hotlap.cloud.money import worst_rate
+from hotlap.cloud.provider import Listing, Machine, Provider, Traits
+from hotlap.config import CloudConfig
 from hotlap.errors import ProviderFailed, RateLimited
 
 _BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 15.0)
@@ -41,6 +44,29 @@ def is_proven(evidence: Evidence, traits: Traits, created_at_s: float) -> bool:
     if evidence.accepted_at_s is None and not evidence.was_listed:
         times = tuple(at_s for at_s in times if at_s >= created_at_s + traits.visibility_s)
     return len(times) >= traits.proof_listings
+
+
+CLOCK_STEP_S = 1.0
+"""A provider may tell its time in whole seconds, so a moment it names may lie so much later."""
+
+
+def ended_s(dead: Mapping[str, Evidence], listed: Sequence[Machine] = ()) -> float:
+    """By when all of them had ended: as the provider told before they were ended, else by the first listing without
+    them. One that had ended long before anybody came is not paid for until then."""
+    told = {each.machine_id: each.ended_at_s for each in listed}
+    moments = ((told.get(ident), evidence.absent_at_s[0] + CLOCK_STEP_S) for ident, evidence in dead.items())
+    return max(seen_s if told_s is None else min(told_s + CLOCK_STEP_S, seen_s) for told_s, seen_s in moments)
+
+
+def last_bill(
+    lease: Lease, dead: Mapping[str, Evidence], listed: Sequence[Machine], price: int | None, settings: CloudConfig
+) -> tuple[float, int | None]:
+    """Until when, and at which price, a lease is settled whose launcher is gone."""
+    at_s = ended_s(dead, listed)
+    if any(evidence.was_listed or evidence.accepted_at_s for evidence in dead.values()):
+        return at_s, price
+    # It was gone before anybody looked, ended by itself or by another; it cannot have outlived the reaper's next pass.
+    return min(at_s, lease.not_after_s + overdue_s(settings)), price or worst_rate(lease.rate).usd_micros_per_hour
 
 
 @dataclass

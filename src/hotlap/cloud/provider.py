@@ -131,6 +131,9 @@ class Machine:
     problems: tuple[str, ...] = ()
     """What is odd about it, in words."""
 
+    ended_at_s: float | None = None
+    """Since when nothing of it runs or is billed, as the provider knows for certain."""
+
     @property
     def is_ours(self) -> bool:
         """Tag and name agree. One of the two alone is somebody else's, or a doubt that is reported and left alone."""
@@ -240,6 +243,10 @@ class Provider(Protocol):
         """What the machine wrote on its standard output after the cursor, as far as it is there now; returns within
         seconds. Reads only; the same cursor gives the same lines again, and none is given twice along a chain of
         cursors. Of a machine that is gone: an empty page."""
+        ...
+
+    def close(self) -> None:
+        """Let go of connections."""
         ...
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from hotlap import durable
 from hotlap.cloud import receipts
-from hotlap.cloud.launcher import CLOCK_STEP_S, JOB_MARGIN_S
-from hotlap.cloud.lease import Lease, overdue_s
+from hotlap.cloud.launcher import JOB_MARGIN_S
+from hotlap.cloud.lease import Lease
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.money import ttl_s, usd, worst_rate
-from hotlap.cloud.proof import Evidence, Patience, end_all
+from hotlap.cloud.proof import Evidence, Patience, end_all, last_bill
 from hotlap.cloud.provider import NAME_PREFIX, Listing, ListingBroken, Machine, Provider
 from hotlap.config import CloudConfig, hotlap_home
 from hotlap.errors import ProviderFailed, Survivors
@@ -143,8 +143,11 @@ class Report:
 
 
 class Reaper:
+    """Without a ledger, which may be out of reach when it is needed most, machines are judged by their tags alone, and
+    no lease is closed."""
+
     def __init__(
-        self, provider: Provider, ledger: Ledger, settings: CloudConfig, owner: str, all_owners: bool = False
+        self, provider: Provider, ledger: Ledger | None, settings: CloudConfig, owner: str, all_owners: bool = False
     ) -> None:
         self._provider, self._ledger, self._settings = provider, ledger, settings
         self._owner, self._all_owners = owner, all_owners
@@ -174,18 +177,26 @@ class Reaper:
         if is_dry_run:
             return report
         gone = unseen(book.values(), {machine.name for machine in listing.machines}, listing.now_s)
-        self._close_nameless(report, [lease for lease in gone if lease.is_open and lease.machine_id is None])
         self._end(report, patience, [lease for lease in gone if lease.is_open and lease.machine_id is not None])
-        self._complete_receipts()
+        # The books come last: trouble with them must not spare a machine.
+        if self._ledger is not None:
+            if report.failure is None:
+                nameless = [lease for lease in gone if lease.is_open and lease.machine_id is None]
+                self._close_nameless(self._ledger, report, nameless)
+            self._complete_receipts(self._ledger)
         return report
 
     def _book(self, listing: Listing) -> dict[str, Lease]:
         """Every open lease of this provider, and every lease whose machine is listed."""
+        if self._ledger is None:
+            return {}
         names = [each.name.removeprefix(NAME_PREFIX) for each in listing.machines if each.name.startswith(NAME_PREFIX)]
         leases = [*self._ledger.open_leases(), *self._ledger.leases(names)]
         return {lease.lease_id: lease for lease in leases if lease.provider == self._provider.traits.name}
 
     def _at_stake(self) -> str:
+        if self._ledger is None:
+            return "Which machines may be alive there, the ledger cannot tell."
         leases = [each for each in self._ledger.open_leases() if each.provider == self._provider.traits.name]
         if not leases:
             return "The ledger knows of no machine there."
@@ -213,44 +224,39 @@ class Reaper:
                 self._settle(report, lease_id, {ident: ends[ident][0] for ident in idents}, prices.get(lease_id))
 
     def _settle(self, report: Report, lease_id: str, dead: Mapping[str, Evidence], price: int | None) -> None:
-        lease = self._ledger.lease(lease_id)
-        if lease is None or not lease.is_open:
+        lease = self._ledger.lease(lease_id) if self._ledger is not None else None
+        if self._ledger is None or lease is None or not lease.is_open:
             return
-        ended_s = max(evidence.absent_at_s[0] for evidence in dead.values()) + CLOCK_STEP_S
-        if not any(evidence.was_listed or evidence.accepted_at_s for evidence in dead.values()):
-            # It was gone before this pass, ended by itself or by another reaper; it cannot have outlived that.
-            ended_s = min(ended_s, lease.not_after_s + overdue_s(self._settings))
-            price = price or worst_rate(lease.rate).usd_micros_per_hour
-        closed = self._ledger.settle(lease_id, ended_s, price, outcome="reaped", note="closed by the reaper")
+        listed = [machine for machine, _ in report.doomed]
+        at_s, price = last_bill(lease, dead, listed, price, self._settings)
+        closed = self._ledger.settle(lease_id, at_s, price, outcome="reaped", note="closed by the reaper")
         self._note(report, closed, {ident: evidence.as_json() for ident, evidence in dead.items()})
 
-    def _close_nameless(self, report: Report, gone: Sequence[Lease]) -> None:
+    def _close_nameless(self, ledger: Ledger, report: Report, gone: Sequence[Lease]) -> None:
         """Leases of which no machine was ever seen, when none can appear any more."""
         late_s = LATE_CREATE_S if self._provider.traits.visibility_s > 0 else 0.0
         for lease in gone:
-            receipt = receipts.receipt_path(lease.lease_id)
-            was_sent = not receipt.exists() or "sent" in receipts.Receipt(receipt).facts["times"]
-            if not was_sent:
-                closed = self._ledger.release(lease.lease_id, report.now_s, "the create was never sent")
+            if not receipts.may_be_sent(lease.lease_id):
+                closed = ledger.release(lease.lease_id, report.now_s, "the create was never sent")
             elif report.now_s <= lease.not_after_s + late_s:
                 continue
             elif lease.state == "unresolved":
                 note = "its create gave no clear answer, and no machine appeared"
-                closed = self._ledger.release(lease.lease_id, report.now_s, note)
+                closed = ledger.release(lease.lease_id, report.now_s, note)
             else:
                 # Its launcher died in the create, so nobody looked: it may have come, run and ended itself.
                 note = "nobody saw its machine, so its worst case is booked"
                 price = worst_rate(lease.rate).usd_micros_per_hour
-                closed = self._ledger.settle(lease.lease_id, float(lease.not_after_s), price, "lost", note)
+                closed = ledger.settle(lease.lease_id, float(lease.not_after_s), price, "lost", note)
             self._note(report, closed, None)
 
     def _note(self, report: Report, lease: Lease, proof: dict[str, Any] | None) -> None:
         report.closed.append(lease)
         receipts.open_receipt(lease.lease_id).settle(lease, proof)
 
-    def _complete_receipts(self) -> None:
+    def _complete_receipts(self, ledger: Ledger) -> None:
         """A launcher that was killed behind the settlement left a receipt without it."""
-        for lease in self._ledger.leases(receipts.without_settlement()):
+        for lease in ledger.leases(receipts.without_settlement()):
             if not lease.is_open and lease.provider == self._provider.traits.name:
                 receipt = receipts.open_receipt(lease.lease_id)
                 receipt.settle(lease, receipt.facts.get("proof"))

@@ -1,5 +1,6 @@
 """Receipts: one JSON file per lease, from the intent before the create to the proof of death and the settlement."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ class Receipt:
     def __init__(self, path: Path, redact: Callable[[str], str] = lambda text: text) -> None:
         self.path = path
         self._redact = redact
-        self.facts: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {"format": 1, "times": {}}
+        self.facts: dict[str, Any] = _read(path) if path.exists() else {"format": 1, "times": {}}
 
     def note(self, at: tuple[str, float] | None = None, **facts: Any) -> None:
         """Add facts, and the name and moment of what just happened."""
@@ -43,6 +44,22 @@ class Receipt:
                 "note": lease.note,
             },
         )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What is there. A damaged one says that it was, and keeps nobody from ending machines and closing leases."""
+    with contextlib.suppress(ValueError):
+        facts = json.loads(path.read_bytes())
+        if isinstance(facts, dict) and isinstance(facts.get("times"), dict):
+            return facts
+    return {"format": 1, "times": {}, "was_damaged": True}
+
+
+def may_be_sent(lease_id: str) -> bool:
+    """Whether the create of a lease may have left: only a whole receipt that lacks the moment speaks against it."""
+    path = receipt_path(lease_id)
+    facts = Receipt(path).facts
+    return not path.exists() or "sent" in facts["times"] or "was_damaged" in facts
 
 
 def receipt_path(lease_id: str) -> Path:

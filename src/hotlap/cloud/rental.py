@@ -1,5 +1,6 @@
 """From a run's configuration to slices on rented machines: the provider, the offers, the job, and the chain."""
 
+import contextlib
 import getpass
 import os
 import sys
@@ -10,11 +11,11 @@ from typing import Any
 
 from hotlap import durable, runs
 from hotlap.cloud import boot
-from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, Stops, World, plan_of
+from hotlap.cloud.launcher import JOB_MARGIN_S, Job, Launcher, LeaseEnd, Stops, World, plan_of
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import TRAITS as LOCAL_TRAITS
 from hotlap.cloud.local import LocalProvider
-from hotlap.cloud.money import Amount, loss_bound_s, rate_of, worst_rate
+from hotlap.cloud.money import Amount, loss_bound_s, rate_of, ttl_s, worst_rate
 from hotlap.cloud.provider import ANYWHERE, Offer, Provider, Start, Traits, Where
 from hotlap.cloud.secrecy import redactor
 from hotlap.config import CloudConfig, RunConfig
@@ -32,6 +33,7 @@ from hotlap.errors import (
 )
 
 NAMES = ("local", "runpod")
+_DATA_PLACES = ("eval_dataset", "chat_template")
 _CLASSES: dict[str, type[HotlapError]] = {"provisioning": ProvisioningFailed, "price": PriceRose}
 
 
@@ -74,7 +76,9 @@ def all_traits() -> list[Traits]:
 
 
 def owner_of(settings: CloudConfig) -> str:
-    return settings.reaper.owner or getpass.getuser()
+    with contextlib.suppress(KeyError, OSError):  # a container's user need not have a name
+        return settings.reaper.owner or getpass.getuser()
+    return f"uid-{os.getuid()}"
 
 
 def offers_for(provider: Provider, gpus: Sequence[str], where: Where = ANYWHERE) -> list[Offer]:
@@ -117,12 +121,7 @@ def require_volume(traits: Traits, volume_id: str | None) -> None:
 
 def local_job(config: RunConfig, traits: Traits) -> Job:
     """Boot, which runs the worker, which runs one slice, with this Python and this machine's files."""
-    changes = {
-        "output_dir": str(Path(config.output_dir).absolute()),
-        "dataset": _absolute(config.dataset),
-        "base_model": _absolute(config.base_model),
-    }
-    config = config.model_copy(update=changes)
+    config = _found_anywhere(config)
     argv = (sys.executable, "-S", "-I", boot.__file__, *worker_of(config, sys.executable))
     plan = plan_of(Job(config.run_name, config.slice.cap_s, Start(argv)), traits)
     return Job(config.run_name, config.slice.cap_s, Start(argv, {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"}))
@@ -132,6 +131,27 @@ def worker_of(config: RunConfig, python: str) -> tuple[str, ...]:
     """The command of one slice."""
     order = durable.canonical_json({"config": config.model_dump(mode="json"), "cap_s": config.slice.cap_s})
     return (python, "-m", "hotlap.cloud.worker", order)
+
+
+def ttl_of(config: RunConfig, provider: Provider) -> int:
+    """The longest life of a machine for one slice, in seconds."""
+    return ttl_s(config.slice.cap_s + JOB_MARGIN_S, provider.traits)
+
+
+def _found_anywhere(config: RunConfig) -> RunConfig:
+    """The same run for a process with another working directory: every place absolute, and its name as it is here."""
+    data = config.data
+    places = {key: _absolute(text) for key in _DATA_PLACES if (text := getattr(data, key)) is not None}
+    mix = tuple(item.model_copy(update={"dataset": _absolute(item.dataset)}) for item in data.mix)
+    return config.model_copy(
+        update={
+            "run": config.run_name,
+            "base_model": _absolute(config.base_model),
+            "dataset": _absolute(config.dataset),
+            "data": data.model_copy(update={**places, "mix": mix}),
+            "output_dir": str(Path(config.output_dir).absolute()),
+        }
+    )
 
 
 def _absolute(text: str) -> str:
@@ -200,7 +220,7 @@ def chain(
         ends.append(launcher.launch(job, offers))
         on_end(ends[-1])
         code, reason, message = answer_of(ends[-1])
-        if (code, reason) != (SLICE_OVER, "slice_over"):
+        if (code, reason) != (SLICE_OVER, "slice_over") or launcher.is_stopped:
             break
     else:
         code, reason, message = answer_of(ends[-1])

@@ -217,6 +217,18 @@ class Runpod:
                 raise ProviderFailed(f"RunPod's log of {machine_id} cannot be read: {_said(error)}.") from None
         return LogPage(tuple(reader.lines), reader.cursor)
 
+    def key_scope(self) -> str:
+        """What the key opens, in words, found out by reading: a machine or a log that leaks it could do as much.
+
+        Raises:
+            ProviderFailed: RunPod does not answer, or the key is not valid.
+        """
+        self._read("/pods", {"limit": "1"})
+        answer = self._send("GET", "/account/ssh-keys")
+        if answer.is_success:
+            return "it opens the whole account; one that may only read and write pods is enough"
+        return "it opens pods and not the account" if answer.status_code == 403 else "it opens pods"
+
     # --- requests ---
 
     def _post_once(self, body: dict[str, Any]) -> httpx.Response:

@@ -34,6 +34,9 @@ class Choice:
     num_pruned: int
     """Usable examples that `data.prune` leaves out."""
 
+    num_unweighted: int
+    """Usable examples that a weight below 1 leaves out."""
+
 
 def choose(
     indexes: Sequence[npt.NDArray[Any]], weights: Sequence[float], settings: DataConfig, seed: int, where: str
@@ -48,15 +51,17 @@ def choose(
     held_out, num_pruned, trained = _split(usable, settings, seed, where)
     copies: list[npt.NDArray[np.int32]] = []
     is_held_out: list[npt.NDArray[np.bool_]] = []
+    num_unweighted = 0
     for number, (index, bad, weight) in enumerate(zip(indexes, is_too_long, weights, strict=True)):
         rows = index["row"]
         copies_U = _copies(trained[number], weight, seed, number)
+        num_unweighted += int(np.count_nonzero(trained[number] & (copies_U == 0)))
         copies_E = _spread(rows, usable[number].rows, copies_U)
-        copies.append(np.where(bad, 0, copies_E).astype(np.int32))
-        held_E = _spread(rows, usable[number].rows, held_out[number].astype(np.int64))
-        is_held_out.append((held_E > 0) & ~bad)
+        copies_E[bad] = 0
+        copies.append(copies_E)
+        is_held_out.append(_spread(rows, usable[number].rows, held_out[number]) & ~bad)
     num_held_out = sum(int(part.sum()) for part in held_out)
-    return Choice(tuple(copies), tuple(is_held_out), is_too_long, num_held_out, num_pruned)
+    return Choice(tuple(copies), tuple(is_held_out), is_too_long, num_held_out, num_pruned, num_unweighted)
 
 
 def too_long(index: npt.NDArray[Any], settings: DataConfig) -> npt.NDArray[np.bool_]:
@@ -75,9 +80,11 @@ class _Units:
 
 
 def _units(index: npt.NDArray[Any], is_usable_E: npt.NDArray[np.bool_]) -> _Units:
-    rows, inverse = np.unique(index["row"][is_usable_E], return_inverse=True)
-    num_tokens = np.bincount(inverse, weights=index["num_tokens"][is_usable_E], minlength=len(rows))
-    return _Units(rows, num_tokens.astype(np.int64))
+    rows = index["row"][is_usable_E]
+    first = np.flatnonzero(np.diff(rows, prepend=-1))  # pieces come in the order of their examples
+    if len(first) == 0:
+        return _Units(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+    return _Units(rows[first], np.add.reduceat(index["num_tokens"][is_usable_E], first, dtype=np.int64))
 
 
 def _spread(rows_E: npt.NDArray[Any], rows_U: npt.NDArray[np.int64], values_U: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -85,7 +92,7 @@ def _spread(rows_E: npt.NDArray[Any], rows_U: npt.NDArray[np.int64], values_U: n
     if len(rows_U) == 0:
         return np.zeros(len(rows_E), dtype=values_U.dtype)
     at = np.minimum(np.searchsorted(rows_U, rows_E), len(rows_U) - 1)
-    return np.where(rows_U[at] == rows_E, values_U[at], 0)
+    return np.where(rows_U[at] == rows_E, values_U[at], values_U.dtype.type(0))
 
 
 def _split(
@@ -127,14 +134,15 @@ def _pruned(
     return kept_U
 
 
-def _copies(is_trained_U: npt.NDArray[np.bool_], weight: float, seed: int, number: int) -> npt.NDArray[np.int64]:
+def _copies(is_trained_U: npt.NDArray[np.bool_], weight: float, seed: int, number: int) -> npt.NDArray[np.int32]:
     """`weight` copies of each example on average: the whole part of all, the rest of those that the seed draws."""
     exact = Fraction(str(weight))
-    copies_U = is_trained_U * int(exact)
-    trained = np.flatnonzero(is_trained_U)
-    num_more = round((exact - int(exact)) * len(trained))
-    copies_U[trained[permutation(seed, _WEIGHT_STREAM + number, len(trained))[:num_more]]] += 1
-    return copies_U.astype(np.int64)
+    copies_U = is_trained_U * np.int32(int(exact))
+    if exact != int(exact):
+        trained = np.flatnonzero(is_trained_U)
+        num_more = round((exact - int(exact)) * len(trained))
+        copies_U[trained[permutation(seed, _WEIGHT_STREAM + number, len(trained))[:num_more]]] += 1
+    return copies_U
 
 
 def uses_seed(settings: DataConfig, weights: Sequence[float]) -> bool:

@@ -30,6 +30,7 @@ class Facts:
     num_cut: int = 0
     num_cut_trained_tokens: int = 0
     num_pruned: int = 0
+    num_unweighted: int = 0
     num_rewritten: int = 0
     forms: dict[str, int] = field(default_factory=dict[str, int])
     histogram: tuple[int, ...] = ()
@@ -73,6 +74,8 @@ class Facts:
             )
         if self.num_pruned:
             sentences.append(f"Left out {self.num_pruned:,} examples by data.prune.")
+        if self.num_unweighted:
+            sentences.append(f"Left out {self.num_unweighted:,} examples by weights below 1.")
         return sentences + [self._dropped(entry) for entry in self.left_out]
 
     def _dropped(self, entry: LeftOut) -> str:

@@ -30,13 +30,15 @@ class Container:
 JSON_LINES = Container("JSON lines", records.json_lines)
 JSON_ARRAY = Container("a JSON array", records.json_array)
 CSV = Container("CSV", records.csv_rows)
+TSV = Container("tab-separated CSV", records.tsv_rows)
 TEXT = Container("plain text, an example a paragraph", records.paragraphs)
 PARQUET = Container("Parquet", tables.parquet_rows, "row")
 ARROW = Container("Arrow", tables.arrow_rows, "row")
 
 _BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), JSON_LINES),
-    **dict.fromkeys((".csv", ".tsv"), CSV),
+    ".csv": CSV,
+    ".tsv": TSV,
     **dict.fromkeys((".txt", ".md"), TEXT),
     ".parquet": PARQUET,
     ".arrow": ARROW,
@@ -87,7 +89,12 @@ def _is_array(head: bytes) -> bool:
 
 def _in_folder(folder: Path, pattern: str | None) -> list[Path]:
     if pattern is not None:
-        paths = sorted(path for path in folder.glob(pattern) if path.is_file())
+        try:
+            paths = sorted(path for path in folder.glob(pattern) if path.is_file())
+        except (ValueError, NotImplementedError) as error:
+            raise BadData(
+                f"data.files = {pattern!r} is no pattern for files below {folder}: {error}. Write it like data/train-*."
+            ) from None
         if not paths:
             raise BadData(f"{folder} has no file that fits data.files = {pattern!r}. It has {_listed(folder)}.")
         return paths

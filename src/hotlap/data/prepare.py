@@ -26,7 +26,7 @@ from hotlap.data.tokenized import Tokenized, tokenize
 from hotlap.errors import BadData
 
 # Part of every fingerprint: raise it when the same input gives other tokens, rows or files.
-_FORMAT = 2
+_FORMAT = 3
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -89,13 +89,15 @@ class _Plan:
         return self.config.data
 
     def content_of(self, source: Source) -> dict[str, str]:
-        """The hash of every file, under the place it has in the data set."""
+        """What every file is read as, and its hash, under the place it has in the data set."""
         root = source.place if source.place.is_dir() else source.place.parent
         for file in source.files:
             if file.path not in self.hashes:
                 self.hashes[file.path] = durable.sha256_file(file.path)
         return {
-            file.path.relative_to(root).as_posix() if source.place.is_dir() else "": self.hashes[file.path]
+            file.path.relative_to(root).as_posix() if source.place.is_dir() else "": (
+                f"{file.container.words}: {self.hashes[file.path]}"
+            )
             for file in source.files
         }
 
@@ -185,18 +187,19 @@ class _Part:
 
 
 def _open_or_build(plan: _Plan, part: _Part) -> PackedDataset:
-    tokens_of = {
-        source.place: _fingerprint(source=plan.content_of(source), reading=source.reading, rendering=plan.rendering)
+    # Not by their places: two sources may be two parts, or two forms, of one folder.
+    fingerprints = [
+        _fingerprint(source=plan.content_of(source), reading=source.reading, rendering=plan.rendering)
         for source in part.sources
-    }
+    ]
     fingerprint = _fingerprint(
-        tokens=[tokens_of[source.place] for source in part.sources],
+        tokens=fingerprints,
         choosing=part.choosing(plan.seed),
         packing=plan.config.packing.method,
     )
     packed = open_packed(fingerprint)
     if packed is None or _must_refuse(part, packed.facts):
-        tokenized = [_tokenize(plan, source, tokens_of[source.place]) for source in part.sources]
+        tokenized = [_tokenize(plan, *each) for each in zip(part.sources, fingerprints, strict=True)]
 
         def build(staged: Path) -> dict[str, Any]:
             plan.say(f"Packing the {part.name} examples of {part.where}.")
@@ -250,6 +253,7 @@ class _Build:
             seq_len=seq_len,
             num_read=num_read - num_held_out if is_trained else num_held_out,
             num_pruned=self._choice.num_pruned if is_trained else 0,
+            num_unweighted=self._choice.num_unweighted if is_trained else 0,
             num_rewritten=sum(each.facts.num_rewritten for each in self._tokenized),
             forms=dict(sum((Counter(each.facts.forms) for each in self._tokenized), Counter[str]())),
             left_out=left_out,
@@ -331,6 +335,8 @@ def _require_rows(part: _Part, facts: Facts) -> None:
             f"{count:,} of {facts.num_read:,} are longer than data.seq_len, {facts.seq_len:,} tokens; "
             f"{way_out} has {fewest:,}, so set data.seq_len to that at least"
         )
+    if facts.num_unweighted:
+        reasons.append(f"weights below 1 leave out {facts.num_unweighted:,}, so raise data.weight or that of data.mix")
     for entry in facts.no_answer:
         reasons.append(
             f"{entry.count:,} of {facts.num_read:,} have no assistant's message to train ({entry.where}), "

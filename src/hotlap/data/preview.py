@@ -54,7 +54,6 @@ class Preview:
         return None if self.available_bytes is None else self.memory.most_rows(self.available_bytes)
 
     def as_json(self) -> dict[str, Any]:
-        """Prices are not in it: no offers are known."""
         held_out = self.packing.held_out
         return {
             "run": self.run,

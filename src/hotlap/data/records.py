@@ -304,16 +304,23 @@ class _Window:
 # --- CSV and plain text ---
 
 
-def csv_rows(path: Path) -> Rows:
-    """Rows of a CSV or TSV file by the names in its first line. All values are text; an empty cell is empty text.
+def tsv_rows(path: Path) -> Rows:
+    """`csv_rows`, with tabs between the cells."""
+    return csv_rows(path, "\t")
+
+
+def csv_rows(path: Path, delimiter: str = ",") -> Rows:
+    """Rows of a CSV file by the names in its first line. All values are text; an empty cell is empty text.
 
     Raises:
         BadData: the file's first line names no columns, or a line cannot be decoded.
     """
     csv.field_size_limit(MAX_LINE_BYTES)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     reader = csv.reader(_decoded(path), delimiter=delimiter, strict=True)
-    header = next(reader, None)
+    try:
+        header = next(reader, None)
+    except csv.Error as error:
+        raise BadData(f"{path} line 1 is no row of column names: {error}. Write one name a column.") from None
     if header is None:
         return
     if len(set(header)) != len(header) or not all(header):
@@ -323,9 +330,10 @@ def csv_rows(path: Path) -> Rows:
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            yield BadRow(
-                line, "not CSV", f"it is not CSV that can be read: {error}. Quote the cell, or remove the row."
-            )
+            # A quote that is not closed takes the lines behind it along, which must not go unsaid.
+            more = f" It goes on to line {reader.line_num:,}: a quote is not closed." if reader.line_num > line else ""
+            problem = f"it is not CSV that can be read: {error}.{more} Quote the cell, or remove the row."
+            yield BadRow(line, "not CSV", problem)
             line = reader.line_num + 1
             continue
         if cells is None:

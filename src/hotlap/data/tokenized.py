@@ -58,8 +58,13 @@ class Tokenized:
 
     def index(self) -> npt.NDArray[Any]:
         """An `INDEX_DTYPE` entry for each of the E pieces."""
-        parts = [np.fromfile(chunk / INDEX, dtype=INDEX_DTYPE) for chunk in self.chunks]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=INDEX_DTYPE)
+        index_E = np.empty(self.facts.num_pieces, dtype=INDEX_DTYPE)
+        first = 0
+        for chunk in self.chunks:
+            part = np.fromfile(chunk / INDEX, dtype=INDEX_DTYPE)
+            index_E[first : first + len(part)] = part
+            first += len(part)
+        return index_E
 
     def pieces(self, is_wanted_E: npt.NDArray[np.bool_]) -> Iterator[Rendered]:
         """The pieces that are wanted, in order, a chunk in memory at a time."""

@@ -51,7 +51,9 @@ NO_FUNDS = "Your account balance is too low to deploy this pod."
 class Account:
     """Whose keys open what."""
 
-    keys: dict[str, str] = field(default_factory=lambda: {"full-key": "full", "read-key": "read"})
+    keys: dict[str, str] = field(default_factory=lambda: {"full-key": "full", "read-key": "read", "pods-key": "pods"})
+    """`full`, or `read` for reading only, or `pods` for everything but the account itself."""
+
     balance_usd: float = 25.0
     pod_key_allows: str = "terminate"
     """What a machine's own key may do to it: `terminate`, `stop` or `nothing`."""
@@ -83,6 +85,7 @@ class Routes:
             "GET /v2/network-volumes/{id}": self._get_volume,
             "DELETE /v2/network-volumes/{id}": self._delete_volume,
             "GET /v2/billing/pods": self._billing,
+            "GET /v2/account/ssh-keys": lambda *_: answer_json({"keys": []}),
             "POST /graphql": self._graphql,
         }
 
@@ -108,6 +111,8 @@ class Routes:
             return problem(401, "the API key is not valid")
         if scope == "read" and request.method != "GET" and route != "POST /graphql":
             return problem(403, "the API key has no write permission")
+        if scope == "pods" and request.path.startswith(("/v2/account", "/v2/billing")):
+            return problem(403, "the API key has no permission for the account")
         return None
 
     def handle(self, request: Request, route: str, ident: str, faults: Active, now_s: float) -> Answer:

@@ -1,0 +1,1 @@
+"""Search over configurations by identical short trials."""
