@@ -70,6 +70,7 @@ def _config(output_dir: Path) -> RunConfig:
     return RunConfig.model_validate({
         "base_model": "smollm2-135m", "dataset": str(DATASET), "output_dir": str(output_dir), "run": "crash", "seed": 1,
         "data": {"seq_len": 64, "eval_examples": 1}, "lora": {"rank": 8, "dropout": 0.05}, "optim": {"lr": 1e-3},
+        "model": {"precision": "float32"},
         "train": {"max_steps": 5}, "eval": {"every_steps": 3}, "slice": {"num_threads": 1},
     })  # fmt: skip
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import spread
-from hotlap.config import LoraConfig, OptimConfig
+from hotlap.config import LoraConfig, OptimConfig, RunConfig
 from hotlap.data.estimate import memory_of, shape_of
 from hotlap.data.facts import Facts
 from hotlap.data.packed import PackedDataset
@@ -47,7 +47,7 @@ def main() -> None:
     print(json.dumps({
         "seq_len": arguments.seq_len, "blocked_s": spread(times_s[False]), "open_s": spread(times_s[True]),
         "blocked over open": spread(ratios), "peak_bytes": peak_bytes,
-        "estimated_bytes": memory_of(shape, lora, data).peak_bytes(1),
+        "estimated_bytes": memory_of(shape, RunConfig(base_model="m", dataset="d"), data, "float32").peak_bytes(1),
     }))  # fmt: skip
 
 

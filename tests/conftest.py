@@ -69,12 +69,22 @@ def real_home() -> Path:
 @pytest.fixture(scope="session")
 def smollm2(real_home: Path) -> Path:
     """The folder of the real SmolLM2-135M-Instruct, fetched and converted if it is not there yet."""
+    return _fetched("smollm2-135m", real_home)
+
+
+@pytest.fixture(scope="session")
+def gemma3_270m(real_home: Path) -> Path:
+    """The folder of the real Gemma 3 270M; fetching and converting it takes a minute or two."""
+    return _fetched("gemma3-270m", real_home)
+
+
+def _fetched(name: str, home: Path) -> Path:
     from hotlap import artifacts
 
     before = os.environ.get("HOTLAP_HOME")
-    os.environ["HOTLAP_HOME"] = str(real_home)
+    os.environ["HOTLAP_HOME"] = str(home)
     try:
-        return artifacts.fetch("smollm2-135m", lambda text: print(text, file=sys.stderr))
+        return artifacts.fetch(name, lambda text: print(text, file=sys.stderr))
     finally:
         if before is None:
             del os.environ["HOTLAP_HOME"]

@@ -323,6 +323,13 @@ def _val_losses(values: str) -> None:
     Evaluator.val_loss = lambda self, check_time, on_out_of_memory: left.pop(0)  # type: ignore
 
 
+def _bfloat16_s(seconds: str) -> None:
+    """What a matrix product in bfloat16 takes, where one in float32 takes a second."""
+    from hotlap.train import probe
+
+    probe.measure = lambda device: {"size": 1, "float32_s": 1.0, "bfloat16_s": float(seconds)}
+
+
 _BY_VARIABLE: dict[str, Callable[[str], None]] = {
     "TEST_STOP_AT": _stop_at,
     "TEST_RANDOM_NUMBERS": _draw_random_numbers,
@@ -343,6 +350,7 @@ _BY_VARIABLE: dict[str, Callable[[str], None]] = {
     "TEST_LOSS": _change_loss,
     "TEST_GRADIENT": _change_gradient,
     "TEST_VAL_LOSSES": _val_losses,
+    "TEST_BFLOAT16_S": _bfloat16_s,
 }
 
 

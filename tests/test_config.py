@@ -317,12 +317,28 @@ OTHER_VALUES: dict[str, Any] = {
     "packing.attention": "open",
     "lora.rank": 4,
     "lora.alpha": 8.0,
+    "model.precision": "float32",
+    "model.quantization": "nf4",
+    "model.double_quantization": False,
     "lora.dropout": 0.1,
+    "lora.rslora": True,
+    "lora.dora": True,
+    "lora.init": "pissa",
+    "lora.init_from": "runs/before/adapter",
+    "lora.modules_to_save": ("lm_head",),
     "lora.target_modules": ["q_proj"],
     "optim.lr": 1e-3,
     "optim.schedule": "linear",
     "optim.warmup_steps": 3,
     "optim.final_lr_ratio": 0.1,
+    "optim.kind": "adamw8bit",
+    "optim.lora_plus_ratio": 16.0,
+    "optim.warmdown_ratio": 0.5,
+    "train.neftune_alpha": 5.0,
+    "slice.gradient_checkpointing": True,
+    "eval.patience": 3,
+    "eval.sample_prompts": ("Who are you?",),
+    "eval.sample_tokens": 16,
     "optim.beta1": 0.8,
     "optim.beta2": 0.99,
     "optim.eps": 1e-6,
@@ -352,7 +368,8 @@ def test_every_setting_is_tried_below():
 @pytest.mark.parametrize("key", OTHER_VALUES)
 def test_the_name_changes_exactly_with_the_trajectory(key: str):
     other = changed(key, OTHER_VALUES[key])
-    decides = key.partition(".")[0] in ("base_model", "dataset", "data", "packing", "lora", "optim", "train", "seed")
+    sections = ("base_model", "dataset", "data", "packing", "model", "lora", "optim", "train", "seed")
+    decides = key.partition(".")[0] in sections
     assert (other.run_name != run_config().run_name) == decides
     assert (other.trajectory != run_config().trajectory) == decides
 

@@ -32,7 +32,7 @@ def new_process(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
     base = model.load_base(tiny_model)
     births = itertools.count()
-    monkeypatch.setattr(model, "load_base", lambda folder: copy.deepcopy(base))
+    monkeypatch.setattr(model, "load_base", lambda folder, *_: copy.deepcopy(base))
 
     def start() -> None:
         birth = f"{next(births)}"

@@ -280,7 +280,8 @@ def test_several_answers_are_told_apart(run: RunFolder, asked: list[dict[str, An
 
 def test_base_asks_without_the_adapter(run: RunFolder, tiny_model: Path, asked: list[dict[str, Any]]) -> None:
     result = hotlap(str(run.path), "ab", "--base", "--max-new-tokens", "7")
-    assert asked == [{"model_folder": str(tiny_model), "adapter": None, "prompts": ["ab"], "max_new_tokens": 7}]
+    order = {"model_folder": str(tiny_model), "adapter": None, "prompts": ["ab"], "max_new_tokens": 7}
+    assert asked == [{**order, "model": {"precision": "float32"}}]
     assert "base model alone" in result.stderr
 
 

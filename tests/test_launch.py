@@ -216,6 +216,9 @@ def test_a_run_on_a_machine_from_hold_to_settlement(tiny_model: Path, f3: Path, 
     kept = [path for path in [*home.rglob("*"), *(tmp_path / "runs").rglob("*")] if path.is_file()]
     assert not [path for path in kept if secret.encode() in path.read_bytes()]
     assert secret not in done.stdout + done.stderr
+    # Under the same name with other settings: not done, but refused.
+    other = hotlap(*args, "--set", "optim.lr=0.5", cwd=tmp_path, check=3)
+    assert json.loads(other.stdout)["reason"] == "changed" and "optim.lr is 0.0002" in other.stderr
 
 
 @pytest.mark.torch

@@ -38,7 +38,8 @@ CORE = {
     "durable": "errors",
     "config_base": "",
     "config_data": "config_base",
-    "config": "config_base config_data durable errors",
+    "config_model": "config_base",
+    "config": "config_base config_data config_model durable errors",
     "clock": "config errors",
     "checkpoint": "clock durable errors",
     "child": "clock errors",
@@ -49,6 +50,7 @@ CORE = {
     "pins": "durable errors",
     "artifacts": "child clock config durable errors hub pins sources",
     "guard": "clock config durable errors",
+    "translate": "config errors",
 }
 """A core module, and the core modules below it. The widest name wins: everything above core may import all of it."""
 
@@ -72,7 +74,7 @@ PACKAGES = {
 ours at all, because it is run alone."""
 
 OWNERS = {
-    "pydantic": "config config_base config_data speedrun.track research.space",
+    "pydantic": "config config_base config_data config_model translate speedrun.track research.space",
     "click": "cli",
     "rich": "cli",
     "httpx": "cloud.runpod export.bench",
@@ -82,7 +84,7 @@ OWNERS = {
     "boto3": "cloud.volume",
     "botocore": "cloud.volume",
     "modal": "cloud.modal",
-    "yaml": "speedrun.submission",
+    "yaml": "translate speedrun.submission",
     "numpy": "data train research speedrun report",
     "tokenizers": "data",
     "pyarrow": "data",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from zygote import Zygote
@@ -49,7 +50,7 @@ def test_result_is_a_standard_adapter(trained: RunFolder, tiny_model: Path, whic
     model.load_parameters(ours.parameters, model.load_tensors(folder / model.ADAPTER_FILE), folder)
     ours.peft_model.eval()
     with torch.inference_mode():
-        ours_BTV = ours.lm_head(ours.hidden(tokens_BT, torch.ones(2, 24, dtype=torch.int32)))
+        ours_BTV = ours.logits(ours.hidden(tokens_BT, torch.ones(2, 24, dtype=torch.int32)))
     torch.testing.assert_close(ours_BTV, stock_BTV, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(auto_BTV, stock_BTV, rtol=0, atol=0)
     assert not torch.allclose(ours_BTV, plain_BTV, atol=1e-3)
@@ -137,6 +138,81 @@ def test_loss_of_no_targets_is_zero_with_a_gradient() -> None:
     value.backward()
     assert value.item() == 0.0
     assert hidden_BTD.grad is not None and not hidden_BTD.grad.any()
+
+
+def rows_with_targets(*targets: tuple[int, ...]) -> Any:
+    """A packed data set of one example of 20 tokens a row, with these positions trained."""
+    import numpy as np
+
+    from hotlap.data.facts import Facts
+    from hotlap.data.packed import PackedDataset
+
+    tokens_NT = np.random.default_rng(0).integers(0, 256, (len(targets), 20)).astype(np.int32)
+    is_trained_NT = np.zeros(tokens_NT.shape, dtype=np.bool_)
+    for row, positions in enumerate(targets):
+        is_trained_NT[row, list(positions)] = True
+    num = len(targets)
+    facts = Facts(20, num, num, num, 20 * num, int(is_trained_NT.sum()), 20, 255)
+    segments_NT = np.ones(tokens_NT.shape, dtype=np.uint16)
+    return PackedDataset("b47", facts, tokens_NT, segments_NT, is_trained_NT, is_trained_NT.sum(axis=1))
+
+
+def stepper_over(adapted: Any, data: Any) -> Any:
+    """Makes steps of all rows, one row a micro-batch."""
+    from hotlap import runs
+    from hotlap.data.packed import Packing, plan_order
+    from hotlap.train import optim
+    from hotlap.train.opening import OpenedRun
+    from hotlap.train.step import Stepper
+
+    tree = {"base_model": "m", "dataset": "d", "train": {"grad_accumulation": data.num_rows, "max_steps": 1}}
+    config = RunConfig.model_validate(tree)
+    identity = runs.Identity({}, 7, {}, {}, {}, data.num_rows, 1, 1, "")
+    opened = OpenedRun(identity, Path(), Packing(data, None), plan_order(config, 7, data.num_rows))
+    return Stepper(adapted, optim.build(adapted.parameters, config.optim), opened, config, lambda step, rows: None)
+
+
+def test_b47_a_micro_batch_without_targets_contributes_exactly_nothing(tiny_model: Path) -> None:
+    """Three micro-batches, one without a target and one with its last position only, against plain cross-entropy over
+    all of them; the mean of each micro-batch's mean is no number."""
+    import torch
+
+    from hotlap.train import model
+
+    ours = model.attach_lora(model.load_base(tiny_model), LoraConfig(rank=4), 0, "base")
+    for name, parameter in ours.parameters.items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(1))
+    data = rows_with_targets((4, 5, 6, 11), (), (19,))
+    result = stepper_over(ours, data).forward_backward(1)
+    found = {name: parameter.grad.clone() for name, parameter in ours.parameters.items()}  # pyright: ignore
+    assert result.num_trained_tokens == 5
+
+    stock: Any = ours.peft_model
+    stock.zero_grad(set_to_none=True)
+    tokens_BT = torch.from_numpy(data.tokens_NT.astype("int64"))
+    labels_BT = torch.where(torch.from_numpy(data.is_trained_NT), tokens_BT, -100)
+    logits_BTV = stock(input_ids=tokens_BT).logits
+    pairs = (logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten())
+    plain = torch.nn.functional.cross_entropy(*pairs)
+    plain.backward()
+    assert result.loss == pytest.approx(float(plain.detach()), rel=1e-5)
+    for name, parameter in ours.parameters.items():
+        assert parameter.grad is not None
+        scale = float(parameter.grad.abs().max())
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5 * scale)
+    with torch.no_grad():
+        naive = torch.nn.functional.cross_entropy(logits_BTV[1, :-1], labels_BT[1, 1:])
+    assert bool(naive.isnan())
+
+
+def test_b47_a_step_without_targets_updates_nothing(tiny_model: Path) -> None:
+    from hotlap.train import model
+    from hotlap.train.step import StepLoss
+
+    ours = model.attach_lora(model.load_base(tiny_model), LoraConfig(rank=4), 0, "base")
+    assert stepper_over(ours, rows_with_targets((), ())).forward_backward(1) == StepLoss(None, 0, 40)
+    assert all(parameter.grad is None for parameter in ours.parameters.values())
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])

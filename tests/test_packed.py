@@ -355,6 +355,18 @@ def test_the_same_bytes_read_as_something_else_are_another_data_set(
         assert text_of(tokens) == expected[name]
 
 
+@pytest.mark.parametrize(("template", "doubt"), [
+    (F4_BEGIN, None),
+    ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}", "ends an answer with no special token"),
+    ("{{ strftime_now('%Y') }}" + F4_BEGIN, "writes the date of the day"),
+])  # fmt: skip
+def test_a_template_to_be_doubted_is_told(template: str, doubt: str | None, tmp_path: Path) -> None:
+    source, said = write_jsonl(tmp_path / "x.jsonl", f3_rows(2)), list[str]()
+    pack(source, write_byte_tokenizer(tmp_path / "t", template), said.append)
+    assert [text for text in said if "data.chat_template" in text] == [text for text in said if doubt and doubt in text]
+    assert sum("data.chat_template" in text for text in said) == (doubt is not None)
+
+
 def test_b43_what_changes_no_token_keeps_the_fingerprint(tmp_path: Path, f4: Path) -> None:
     source = write_jsonl(tmp_path / "x.jsonl", f3_rows())
     base = pack(source, f4, seq_len=64).train.fingerprint

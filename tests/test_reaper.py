@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from money import make_lease
 
 from hotlap import clock
+from hotlap.cli import cli
 from hotlap.cloud import cron, reaper
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import LocalProvider
@@ -20,7 +22,7 @@ from hotlap.cloud.proof import Evidence, Patience, is_proven, look
 from hotlap.cloud.provider import MAX_TTL_S, Listing, ListingBroken, Machine, Start, Tags, event_in, read_tags
 from hotlap.cloud.reaper import Reaper, Report, doomed, lease_of, unseen, warnings_of
 from hotlap.config import CloudConfig
-from hotlap.errors import ProviderFailed, Survivors
+from hotlap.errors import ProviderFailed, Survivors, UsageError
 
 pytestmark = pytest.mark.money
 
@@ -250,6 +252,8 @@ def test_the_crontab_gets_our_line_once_and_keeps_the_others() -> None:
     assert table.startswith("0 3 * * * backup\n*/5 * * * * ") and again.count("hotlap reap") == 2  # command and mark
     assert again.splitlines()[-1].startswith("*/2 ") and "'/home/a b'" in again
     assert cron.crontab_with("", 1, Path("/h")).startswith("* * * * * ")
+    both = cron.crontab_with(table, 5, Path("/second")).splitlines()
+    assert both[:2] == table.splitlines() and "/second" in both[2] and len(both) == 3
 
 
 def test_without_cron_a_systemd_timer_is_written_and_told(
@@ -267,6 +271,25 @@ def test_without_cron_a_systemd_timer_is_written_and_told(
     assert f"HOTLAP_HOME={home}" in (tmp_path / "units" / "hotlap-reap.service").read_text()
     assert called[-1] == ["systemctl", "--user", "enable", "--now", "hotlap-reap.timer"]
     assert any("OnUnitActiveSec" in line for line in said) and "reaper.env" in said[-1]
+
+
+def test_a_crontab_that_cannot_be_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real program in the place of crontab, which keeps its table in a file."""
+    table, program = tmp_path / "table", tmp_path / "crontab"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    listing = f'#!/bin/sh\nif [ "$1" = -l ]; then {{}}; else cat > {table}; fi\n'
+    program.write_text(listing.format("echo 'cannot open the spool' >&2; exit 1"))
+    program.chmod(0o755)
+    with pytest.raises(UsageError, match="left as it is: cannot open the spool"):
+        cron.install(CloudConfig())
+    assert not table.exists()
+    program.write_text(listing.format("echo 'no crontab for me' >&2; exit 1"))
+    cron.install(CloudConfig.model_validate({"reaper": {"period_minutes": 90.5}}))
+    assert table.read_text().startswith("*/59 * * * * ")
+    program.write_text(listing.format(f"cat {table}"))
+    with pytest.raises(UsageError, match="has no --dry-run"):
+        CliRunner().invoke(cli, ["reap", "--install-cron", "--dry-run"], catch_exceptions=False, standalone_mode=False)
+    assert table.read_text().startswith("*/59 ")
 
 
 def test_cron_s_line_runs_a_pass_in_cron_s_environment(home: Path) -> None:

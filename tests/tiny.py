@@ -8,17 +8,17 @@ from fixtures_data import write_byte_tokenizer
 from hotlap.config import RunConfig
 
 
-def make_tiny_model(folder: Path, *, tied: bool = False) -> Path:
-    """2 layers, hidden 32, feed-forward 64, 4 heads, 300 vocabulary rows, 128 positions, float32, seed 0, with F2's
-    byte tokenizer and F4's template."""
+def make_tiny_model(folder: Path, *, tied: bool = False, hidden: int = 32) -> Path:
+    """2 layers, hidden 32, feed-forward twice that, 4 heads, 300 vocabulary rows, 128 positions, float32, seed 0, with
+    F2's byte tokenizer and F4's template."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=300,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -42,6 +42,7 @@ def tiny_config(model: Path, data: Path, output_dir: Path, **changes: object) ->
         "run": "tiny",
         "seed": 7,
         "data": {"seq_len": 64},
+        "model": {"precision": "float32"},
         "lora": {"rank": 4, "alpha": 8.0, "dropout": 0.1},
         "optim": {"lr": 1e-2, "warmup_steps": 5},
         "train": {"max_steps": 30, "micro_batch_rows": 1, "grad_accumulation": 2},

@@ -123,7 +123,7 @@ class Zygote:
     def close(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=60)  # leaving torch takes seconds on a busy machine
         self._reader.join(timeout=10)
         assert self._process.stdout
         self._process.stdout.close()
@@ -156,7 +156,7 @@ def _serve() -> None:
     if sys.argv[1:]:
         torch.set_num_threads(1)
         base = hotlap.train.model.load_base(Path(sys.argv[1]))
-        hotlap.train.model.load_base = lambda folder: base
+        hotlap.train.model.load_base = lambda folder, *_: base
     for order in _orders():
         pid = os.fork()
         if pid == 0:

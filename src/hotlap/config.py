@@ -11,52 +11,17 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from hotlap import durable
 from hotlap.config_base import Config
 from hotlap.config_data import DataConfig, PackingConfig
+from hotlap.config_model import LoraConfig, ModelConfig, OptimConfig
 from hotlap.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=Config)
-
-
-class LoraConfig(Config):
-    rank: int = Field(default=16, ge=1)
-    """Width of the low-rank update. Adapter size grows linearly with it."""
-
-    alpha: float = Field(default=32.0, gt=0)
-    """Numerator of the update's scale."""
-
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of an adapter's inputs that is zeroed in a step."""
-
-    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False)] = "all-linear"
-    """Names of the linear modules that get an adapter, or all of them but the output head."""
-
-
-class OptimConfig(Config):
-    lr: float = Field(default=2e-4, gt=0)
-    """Peak learning rate."""
-
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after warm-up."""
-
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises linearly to its peak."""
-
-    final_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Learning rate at the last step, as a share of the peak. `constant` ignores it."""
-
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this norm. Absent (`"none"` on the command line): never."""
 
 
 class TrainConfig(Config):
@@ -72,6 +37,9 @@ class TrainConfig(Config):
     max_steps: int | None = Field(default=None, ge=1)
     """Length of the run in steps, however many epochs that is."""
 
+    neftune_alpha: float | None = Field(default=None, gt=0)
+    """NEFTune: strength of the noise on the embeddings in training; 5 is common. Absent: none."""
+
     @property
     def rows_per_step(self) -> int:
         return self.micro_batch_rows * self.grad_accumulation
@@ -83,6 +51,15 @@ class EvalConfig(Config):
 
     micro_batch_rows: int = Field(default=1, ge=1)
     """Rows in one evaluation pass."""
+
+    patience: int | None = Field(default=None, ge=1)
+    """Stop early: the run is done after so many evaluations in a row without a lower `val_loss`. Absent: never."""
+
+    sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Prompts that are answered at every evaluation, with the most likely words, into the run's `samples.jsonl`."""
+
+    sample_tokens: int = Field(default=64, ge=1)
+    """Longest such answer in tokens."""
 
 
 class CheckpointConfig(Config):
@@ -103,12 +80,16 @@ class SliceConfig(Config):
     num_threads: int | None = Field(default=None, ge=1)
     """Processor threads. Absent: what the run began with, or one per core. Another number is another rounding."""
 
+    gradient_checkpointing: bool = False
+    """Compute a layer's activations again in the backward pass instead of keeping them: less memory, more time, the
+    same result. May be changed from slice to slice."""
+
     @property
     def cap_s(self) -> float:
         return self.minutes * 60.0
 
 
-TRAJECTORY_KEYS = ("base_model", "dataset", "data", "packing", "lora", "optim", "train", "seed")
+TRAJECTORY_KEYS = ("base_model", "dataset", "data", "packing", "model", "lora", "optim", "train", "seed")
 
 
 class RunConfig(Config):
@@ -129,6 +110,7 @@ class RunConfig(Config):
 
     data: DataConfig = DataConfig()
     packing: PackingConfig = PackingConfig()
+    model: ModelConfig = ModelConfig()
     lora: LoraConfig = LoraConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
@@ -137,9 +119,11 @@ class RunConfig(Config):
     slice: SliceConfig = SliceConfig()
 
     @model_validator(mode="after")
-    def _one_held_out_set(self) -> "RunConfig":
+    def _fits_together(self) -> "RunConfig":
         if self.data.eval_dataset and self.data.eval_examples:
             raise ValueError("data.eval_dataset and data.eval_examples are two held-out sets; give one")
+        if self.lora.init == "pissa" and self.model.quantization is not None:
+            raise ValueError("lora.init = 'pissa' changes the base's weights, which model.quantization has rounded")
         if self.data.columns and self.data.format != "auto":
             raise ValueError("data.columns and data.format are two forms; give one")
         if self.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.run):
@@ -164,6 +148,9 @@ class RunConfig(Config):
         places = {key: Path(data[key]).name for key in ("eval_dataset", "chat_template") if data[key] is not None}
         mix = [{**item, "dataset": Path(item["dataset"]).name} for item in data["mix"]]
         settings["data"] = {**data, **places, "mix": mix}
+        if self.lora.init_from is not None:
+            # Every run's adapter lies in a folder of that name; the run tells them apart.
+            settings["lora"] = {**settings["lora"], "init_from": "/".join(Path(self.lora.init_from).parts[-2:])}
         digest = durable.sha256_bytes(durable.canonical_json(settings).encode())[:8]
         slug = re.sub(r"[^a-z0-9]+", "-", Path(self.dataset).stem.lower()).strip("-")[:32] or "run"
         return f"{slug}-{digest}"
@@ -338,12 +325,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _anchor_paths(tree: dict[str, Any], folder: Path) -> None:
     """Make the file's own relative paths absolute where they name something that is there."""
-    data = tree.get("data")
+    data, lora = tree.get("data"), tree.get("lora")
     places: list[tuple[Any, str]] = [(tree, "base_model"), (tree, "dataset")]
     if isinstance(data, dict):
         mix = data.get("mix")
         places += [(data, "eval_dataset"), (data, "chat_template")]
         places += [(item, "dataset") for item in mix] if isinstance(mix, list) else []
+    if isinstance(lora, dict):
+        places.append((lora, "init_from"))
     for table, key in places:
         if not isinstance(table, dict):
             continue

@@ -6,6 +6,7 @@
                           exit.json        what its parent saw
               checkpoints/                 see checkpoint.py
               metrics.jsonl                one row per step and per evaluation, nothing that depends on time
+              samples.jsonl                answers to `eval.sample_prompts`, one row per prompt and evaluation
               adapter/  best/              the result, published when the run is done
 
 The lock is the newest slice directory, its number the fencing number: taking the lock means publishing the next
@@ -17,7 +18,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class RunFolder:
         self.slices = path / "slices"
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
         self.adapter = path / "adapter"
         self.best = path / "best"
 
@@ -60,6 +62,9 @@ class Identity:
     num_steps: int
     num_threads: int
     created_at: str
+    precision: str = "float32"
+    init_pins: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of the adapter that a warm start began with; empty without one."""
 
     def write(self, run: RunFolder) -> None:
         durable.replace(run.identity, (json.dumps({"format": 1, **asdict(self)}, indent=1) + "\n").encode())

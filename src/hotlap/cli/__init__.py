@@ -14,6 +14,7 @@ from hotlap.cli.budget import budget
 from hotlap.cli.demo import demo
 from hotlap.cli.doctor import doctor
 from hotlap.cli.generate import generate
+from hotlap.cli.init import init
 from hotlap.cli.launch import launch
 from hotlap.cli.machines import machines
 from hotlap.cli.prefetch import prefetch
@@ -39,7 +40,7 @@ def cli() -> None:
     """
 
 
-_HERE = (demo, doctor, prefetch, preview, train, runs, logs, stop, generate)
+_HERE = (demo, init, doctor, prefetch, preview, train, runs, logs, stop, generate)
 _RENTED = (launch, machines, reap, budget, volume, pull)
 for command in (*_HERE, *_RENTED):
     cli.add_command(command)

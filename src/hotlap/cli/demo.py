@@ -22,6 +22,7 @@ _SETTINGS: dict[str, Any] = {
     "base_model": "smollm2-135m",
     "dataset": str(DATASET),
     "data": {"seq_len": 256},
+    "model": {"precision": "float32"},
     "optim": {"lr": 1.5e-3, "warmup_steps": 2},
     "train": {"epochs": 2.0},
     "checkpoint": {"every_s": 5.0},

@@ -51,7 +51,7 @@ def generate(
 
     folder = find_run(run, output_dir)
     texts = [_text_of(prompt) for prompt in prompts]
-    model_folder = _model_folder(folder)
+    model_folder, settings = _base_model(folder)
     choice = None if only_base else choose_adapter(folder, _talk)
     _talk(f"Asking {choice.in_words if choice else 'the base model alone'}.")
     facts = {"adapter": str(choice.folder), "step": choice.step} if choice else {"adapter": None, "step": None}
@@ -63,7 +63,8 @@ def generate(
             text = f"> {answer['prompt']}\n{answer['text']}\n" if len(texts) > 1 else answer["text"]
             click.echo(plain(text))
 
-    ask(model_folder, choice and choice.folder, texts, max_new_tokens, show, _asked_as_trained(folder))
+    asked_as = {"model": settings, **_asked_as_trained(folder)}
+    ask(model_folder, choice and choice.folder, texts, max_new_tokens, show, asked_as)
 
 
 def ask(
@@ -72,10 +73,11 @@ def ask(
     prompts: Sequence[str],
     max_new_tokens: int,
     on_answer: Callable[[dict[str, Any]], None],
-    asked_as: Mapping[str, str] = MappingProxyType({}),
+    asked_as: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """`prompt`, `text` and `num_tokens` of every answer, in the prompts' order; `on_answer` gets each as it comes.
-    `asked_as` may name a `chat_template` file and a `system` message.
+    `asked_as` may name a `chat_template` file, a `system` message, and as `model` the settings of `[model]` with the
+    precision that was chosen; without these the model is float32 and not quantized.
 
     Raises:
         HotlapError: what the answering process ended with, of the same class.
@@ -159,8 +161,8 @@ def choose_adapter(run: "RunFolder", say: Callable[[str], None]) -> Choice:
     return Choice(checkpoint.folder, checkpoint.step, "the newest checkpoint")
 
 
-def _model_folder(run: "RunFolder") -> Path:
-    """The base model of a run, if it is still what the run was trained on."""
+def _base_model(run: "RunFolder") -> tuple[Path, dict[str, Any]]:
+    """The base model of a run, if it is still what the run was trained on, and how the run loads it."""
     from hotlap import artifacts
     from hotlap.runs import read_identity
 
@@ -175,7 +177,7 @@ def _model_folder(run: "RunFolder") -> Path:
         raise errors.RunChanged(
             f"{folder} is not the base model that {run.name} was trained on: {'; '.join(differences)}. Put it back."
         )
-    return folder
+    return folder, {**identity.trajectory.get("model", {}), "precision": identity.precision}
 
 
 def _asked_as_trained(run: "RunFolder") -> dict[str, str]:

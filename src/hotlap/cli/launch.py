@@ -91,7 +91,7 @@ def launch(
     ledger = Ledger(cloud)
     run = settings.run_name
     if rental.is_done(settings, rented_from, launches.last_outcome(run, ledger)):
-        return _tell(as_json, run, 0, "done", "the run is done; nothing is rented", [])
+        return _tell(as_json, run, 0, "done", f"{run} is done; nothing is rented. Something else needs --run NAME", [])
     _require_a_place(rented_from, volume_id, cloud)
     offers = rental.offers_for(rented_from, gpus, Where(volume_id, regions, tier.upper() if tier else None))
     work = _work_of(settings, rented_from, volume_id, image or cloud.runpod.image, only_prepares)

@@ -97,7 +97,8 @@ def rows_of(found: "Preview") -> Iterator[tuple[str, str]]:
 
 def _memory(found: "Preview") -> str:
     rows = found.micro_batch_rows
-    peak = f"about {found.memory.peak_bytes(rows) / 1e9:.1f} GB in float32 with train.micro_batch_rows = {rows}"
+    gb, words = found.memory.peak_bytes(rows) / 1e9, found.memory.in_words
+    peak = f"about {gb:.1f} GB in {words} with train.micro_batch_rows = {rows}"
     most, available = found.suggested_micro_batch_rows, found.available_bytes
     if most is None or available is None:
         return peak

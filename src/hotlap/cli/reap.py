@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hotlap import clock
-from hotlap.errors import HotlapError
+from hotlap.errors import HotlapError, UsageError
 
 if TYPE_CHECKING:
     from hotlap.cloud.proof import Patience
@@ -41,6 +41,8 @@ def reap(dry_run: bool, all_owners: bool, install_cron: bool, as_json: bool) -> 
     if install_cron:
         from hotlap.cloud import cron
 
+        if dry_run:
+            raise UsageError("--install-cron writes a crontab and has no --dry-run. Leave one of the two out.")
         for line in cron.install(settings):
             click.echo(line)
         return

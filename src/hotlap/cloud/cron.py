@@ -21,10 +21,13 @@ def install(settings: CloudConfig, units: Path | None = None) -> list[str]:
     Raises:
         UsageError: this machine has neither cron nor systemd.
     """
-    minutes = max(1, round(settings.reaper.period_minutes))
+    # Never less often than the worst case says, and cron counts minutes up to 59.
+    minutes = max(1, min(59, int(settings.reaper.period_minutes)))
     if shutil.which("crontab"):
-        before = subprocess.run(["crontab", "-l"], capture_output=True, text=True).stdout
-        table = crontab_with(before, minutes, hotlap_home())
+        listed = subprocess.run(["crontab", "-l"], capture_output=True, text=True)
+        if listed.returncode != 0 and "no crontab" not in listed.stderr:
+            raise UsageError(f"The crontab cannot be read, so it is left as it is: {listed.stderr.strip()}.")
+        table = crontab_with(listed.stdout, minutes, hotlap_home())
         done = subprocess.run(["crontab", "-"], input=table, capture_output=True, text=True)
         if done.returncode != 0:
             raise UsageError(f"crontab refuses the new table: {done.stderr.strip()}.")
@@ -57,10 +60,12 @@ def command_line(home: Path) -> str:
 
 
 def crontab_with(before: str, minutes: int, home: Path) -> str:
-    """The table with our line last, and only once. A percent sign means a new line to cron."""
-    others = [line for line in before.splitlines() if not line.endswith(_MARK)]
+    """The table with this home's line last, and only once: another home has another ledger, and keeps its line. A
+    percent sign means a new line to cron."""
     every = "*" if minutes == 1 else f"*/{minutes}"
     command = command_line(home).replace("%", r"\%")
+    mine = f"HOTLAP_HOME={shlex.quote(str(home))} ".replace("%", r"\%")
+    others = [line for line in before.splitlines() if not (line.endswith(_MARK) and mine in line)]
     return "\n".join([*others, f"{every} * * * * {command} {_MARK}"]) + "\n"
 
 

@@ -105,7 +105,7 @@ class Launcher:
         self, provider: Provider, ledger: Ledger, settings: CloudConfig, owner: str, stops: Stops, world: World
     ) -> None:
         self._provider, self._ledger, self._settings = provider, ledger, settings
-        self._owner, self._stops, self._world = owner, stops, world
+        self._owner, self.stops, self._world = owner, stops, world
 
     def launch(self, job: Job, offers: Sequence[Offer]) -> LeaseEnd:
         """Run the job on the first of these offers that can be had. When it returns, the machine is proven dead.
@@ -116,11 +116,11 @@ class Launcher:
             AmbiguousCreate: a machine may yet appear; the hold stays, and the reaper looks for it.
             Survivors: a machine is not proven dead; the hold stays.
         """
-        refusal: HotlapError = NoCapacity(
-            "There is no offer of this kind; hotlap machines --offers lists what there is."
-        )
+        refusal: HotlapError | None = None
         for offer in offers:
             for _ in range(_RATE_LIMITED_TRIES):
+                if refusal is not None and self.stops.is_asked():
+                    raise refusal
                 try:
                     return self._rent(job, offer)
                 except NoCapacity as error:
@@ -129,16 +129,7 @@ class Launcher:
                 except RateLimited as error:
                     refusal = error
                     self._nap(error.retry_after_s)
-                    if self.is_stopped:
-                        break
-            if self.is_stopped:
-                break
-        raise refusal
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether somebody asked to stop, after which nothing more is rented."""
-        return self._stops.is_asked()
+        raise refusal or NoCapacity("There is no offer of this kind; hotlap machines --offers lists what there is.")
 
     def _rent(self, job: Job, offer: Offer) -> LeaseEnd:
         listing = self._provider.machines()
@@ -229,7 +220,7 @@ class Launcher:
             if named:
                 self._take(rented, named)
                 raise MachineLost(f"{len(named)} machines are named {rented.tags.name}; they are ended, not used.")
-            if self._world.now_s() >= until_s or self._stops.is_pressed():
+            if self._world.now_s() >= until_s or self.stops.is_pressed():
                 raise AmbiguousCreate(
                     f"The create of {rented.tags.name} gave no clear answer, and no such machine was seen. "
                     f"Its worst case ({rented.lease.amount.text()}) stays held; hotlap reap goes on looking."
@@ -243,7 +234,7 @@ class Launcher:
         """Follow the machine until it is over. None: somebody asked to stop."""
         (machine_id,) = rented.machine_ids
         seen, cursor, num_polls = Seen(), "", 0
-        while not self._stops.is_asked():
+        while not self.stops.is_asked():
             wait_s = self._provider.traits.poll_s
             try:
                 page = self._provider.logs(machine_id, cursor)
@@ -282,7 +273,7 @@ class Launcher:
 
     def _nap(self, seconds: float) -> None:
         until_s = self._world.now_s() + seconds
-        while (left_s := until_s - self._world.now_s()) > 0 and not self._stops.is_asked():
+        while (left_s := until_s - self._world.now_s()) > 0 and not self.stops.is_asked():
             self._world.sleep_s(min(left_s, _LONGEST_NAP_S))
 
     # --- give back ---
@@ -317,7 +308,7 @@ class Launcher:
             seconds=2 * traits.proof_s,
             now_s=self._world.now_s,
             sleep_s=self._world.sleep_s,
-            is_over=self._stops.is_pressed,
+            is_over=self.stops.is_pressed,
             say=lambda text: self._world.say(self._world.redact(text)),
         )
         victims = [(machine_id, rented.created_at_s) for machine_id in rented.machine_ids]

@@ -143,12 +143,14 @@ def _found_anywhere(config: RunConfig) -> RunConfig:
     data = config.data
     places = {key: _absolute(text) for key in _DATA_PLACES if (text := getattr(data, key)) is not None}
     mix = tuple(item.model_copy(update={"dataset": _absolute(item.dataset)}) for item in data.mix)
+    start = config.lora.init_from
     return config.model_copy(
         update={
             "run": config.run_name,
             "base_model": _absolute(config.base_model),
             "dataset": _absolute(config.dataset),
             "data": data.model_copy(update={**places, "mix": mix}),
+            "lora": config.lora.model_copy(update={"init_from": start and _absolute(start)}),
             "output_dir": str(Path(config.output_dir).absolute()),
         }
     )
@@ -206,9 +208,14 @@ class ChainEnd:
 
 def is_done(config: RunConfig, provider: Provider, outcome: str | None) -> bool:
     """Whether nothing is left to rent a machine for. Where the run's folder is out of reach, the ledger remembers."""
-    if provider.traits.name == "local":
-        return runs.is_finished(runs.RunFolder(config.run_folder))
-    return outcome == "done"
+    if provider.traits.name != "local":
+        return outcome == "done"
+    run = runs.RunFolder(config.run_folder)
+    identity = runs.read_identity(run)
+    if identity is None or not runs.is_finished(run):
+        return False
+    # With other settings it is another run under its name, which the slice refuses; to call that done would be wrong.
+    return all(identity.trajectory.get(key) == config.trajectory[key] for key in ("packing", "lora", "optim", "train"))
 
 
 def chain(
@@ -220,7 +227,7 @@ def chain(
         ends.append(launcher.launch(job, offers))
         on_end(ends[-1])
         code, reason, message = answer_of(ends[-1])
-        if (code, reason) != (SLICE_OVER, "slice_over") or launcher.is_stopped:
+        if (code, reason) != (SLICE_OVER, "slice_over") or launcher.stops.is_asked():
             break
     else:
         code, reason, message = answer_of(ends[-1])

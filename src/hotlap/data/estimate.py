@@ -1,15 +1,21 @@
 """What a run will need, before it is paid for: memory, time and slices, from the packed rows and the model's shape.
 
-Memory at the peak of a step, in float32, with R rows of T positions in a micro-batch, N = R x T:
+Memory at the peak of a step, with R rows of T positions in a micro-batch, N = R x T, and b bytes a number (4 in
+float32, 2 in the others):
 
-    weights        4 bytes x parameters of the base model
-    adapter        28 bytes x parameters of the adapter: value, gradient, two moments, and a copy that is published
-    activations    4 bytes x N x layers x (10 x hidden + 4 x feed-forward + 2 x targets' rank)
+    weights        b bytes x parameters of the base model; of the layers' linear modules 0.516 in nf4 (0.563 with
+                   single quantization) and 1 in int8, and the largest of them once more as it is multiplied
+    adapter        28 bytes x trained parameters: value, gradient, two moments, and a copy that is published;
+                   16 with 8-bit moments
+    activations    b bytes x N x layers x (10 x hidden + 4 x feed-forward + 2 x targets' rank); with DoRA, and on
+                   quantized weights, twice the targets' outputs more; recomputed ones: b x N x layers x hidden, and
+                   seven times one layer's, for its gradients and what the allocator keeps
     mask           1 byte x R x T x T, and as much again while it is made
-    logits         12 bytes x trained positions x vocabulary: logits, their exponentials, their gradient
-    interpreter    0.7 GB: Python, torch, transformers
+    logits         20 bytes x trained positions x vocabulary
+    interpreter    0.4 GB: Python, torch, transformers, PEFT
 
-The factors are those of a Llama-type layer without recomputation. `docs/decisions/0012` has what was measured.
+The factors are those of a Llama-type layer; `python -m benchmarks.memory` holds them against real slices, and
+`docs/log.md` has what came out.
 
 Time is that of an earlier slice of the same base model, or 4 operations per parameter and token (forward, and
 backward through the activations) at the speed of a matrix product here.
@@ -24,12 +30,17 @@ from typing import Any
 import numpy as np
 
 from hotlap import clock
-from hotlap.config import LoraConfig, RunConfig
+from hotlap.config import LoraConfig, ModelConfig, RunConfig
 from hotlap.data.packed import PackedDataset
 from hotlap.errors import MissingArtifact
 
-_INTERPRETER_BYTES = 700_000_000
+_INTERPRETER_BYTES = 400_000_000
+_LOGIT_BYTES = 20
+_LAYERS_WHEN_RECOMPUTED = 7
 _ADAPTER_BYTES = 28
+_ADAPTER_8BIT_BYTES = 16
+_NF4_BYTES = 0.5 + 4 / 64
+_NF4_DOUBLE_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 _REACHED = 0.7
 """Share of a matrix product's speed that a step reaches."""
 
@@ -49,6 +60,8 @@ class Shape:
     attention: int
     key_value: int
     is_tied: bool
+    per_layer_embeddings: int = 0
+    """Parameters of the embeddings that every layer has besides, in models that have such."""
 
     @property
     def num_layer_parameters(self) -> int:
@@ -57,13 +70,17 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        return self.num_layer_parameters + self.vocabulary * self.hidden * (1 if self.is_tied else 2)
+        embeddings = self.vocabulary * self.hidden * (1 if self.is_tied else 2) + self.per_layer_embeddings
+        return self.num_layer_parameters + embeddings
 
     def num_adapter_parameters(self, lora: LoraConfig) -> int:
         return self.num_layers * lora.rank * sum(inputs + outputs for inputs, outputs in self._targets(lora))
 
     def num_target_ranks(self, lora: LoraConfig) -> int:
         return lora.rank * len(self._targets(lora))
+
+    def num_target_outputs(self, lora: LoraConfig) -> int:
+        return sum(outputs for _, outputs in self._targets(lora))
 
     def _targets(self, lora: LoraConfig) -> list[tuple[int, int]]:
         """Inputs and outputs of a layer's linear modules that get an adapter. Names that are not known count as the
@@ -101,6 +118,9 @@ def shape_of(model_folder: Path) -> Shape:
             attention=heads * head,
             key_value=(fields.get("num_key_value_heads") or heads) * head,
             is_tied=bool(fields.get("tie_word_embeddings", False)),
+            per_layer_embeddings=fields.get("vocab_size_per_layer_input", 0)
+            * fields.get("hidden_size_per_layer_input", 0)
+            * fields["num_hidden_layers"],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MissingArtifact(
@@ -119,6 +139,9 @@ class Memory:
     row_bytes: int
     """What each row of a micro-batch adds."""
 
+    in_words: str = "float32"
+    """What the estimate is for."""
+
     def peak_bytes(self, num_rows: int) -> int:
         return self.fixed_bytes + num_rows * self.row_bytes
 
@@ -128,14 +151,46 @@ class Memory:
         return max(0, int(room // self.row_bytes))
 
 
-def memory_of(shape: Shape, lora: LoraConfig, data: PackedDataset) -> Memory:
-    """By the formula above, for rows as full as these and with as many trained tokens as the fullest of them."""
-    seq_len = data.seq_len
-    width = 10 * shape.hidden + 4 * shape.feed_forward + 2 * shape.num_target_ranks(lora)
+def memory_of(shape: Shape, config: RunConfig, data: PackedDataset, precision: str | None = None) -> Memory:
+    """By the formula above, for rows as full as these and with as many trained tokens as the fullest of them.
+
+    `precision` is the run's, if it is known; one that is still to be chosen counts as float32, the larger.
+    """
+    precision = precision or ("float32" if config.model.precision == "auto" else config.model.precision)
+    number_bytes = 4 if precision == "float32" else 2
     most_trained = int(np.max(data.trained_tokens_per_row(), initial=0))
-    row_bytes = 4 * seq_len * shape.num_layers * width + 2 * seq_len * seq_len + 12 * most_trained * shape.vocabulary
-    adapter_bytes = _ADAPTER_BYTES * shape.num_adapter_parameters(lora)
-    return Memory(_INTERPRETER_BYTES + 4 * shape.num_parameters + adapter_bytes, row_bytes)
+    activation_bytes = number_bytes * data.seq_len * _kept_width(shape, config)
+    row_bytes = activation_bytes + 2 * data.seq_len**2 + _LOGIT_BYTES * most_trained * shape.vocabulary
+    is_8bit = config.optim.kind.endswith("8bit")
+    trained = shape.num_adapter_parameters(config.lora) + _num_saved_whole(shape, config.lora)
+    fixed_bytes = _INTERPRETER_BYTES + _weight_bytes(shape, config.model, number_bytes)
+    fixed_bytes += (_ADAPTER_8BIT_BYTES if is_8bit else _ADAPTER_BYTES) * trained
+    words = precision if config.model.quantization is None else f"{config.model.quantization} over {precision}"
+    return Memory(fixed_bytes, row_bytes, words)
+
+
+def _kept_width(shape: Shape, config: RunConfig) -> int:
+    """Numbers that are kept for the backward pass, of a position in all layers."""
+    layer = 10 * shape.hidden + 4 * shape.feed_forward + 2 * shape.num_target_ranks(config.lora)
+    if config.lora.dora or config.model.quantization:
+        layer += 2 * shape.num_target_outputs(config.lora)
+    if config.slice.gradient_checkpointing:
+        return shape.num_layers * shape.hidden + _LAYERS_WHEN_RECOMPUTED * layer
+    return shape.num_layers * layer
+
+
+def _weight_bytes(shape: Shape, settings: ModelConfig, number_bytes: int) -> int:
+    outside = number_bytes * (shape.num_parameters - shape.num_layer_parameters)
+    if settings.quantization is None:
+        return outside + number_bytes * shape.num_layer_parameters
+    each = 1.0 if settings.quantization == "int8" else _NF4_DOUBLE_BYTES if settings.double_quantization else _NF4_BYTES
+    return outside + round(each * shape.num_layer_parameters) + number_bytes * shape.hidden * shape.feed_forward
+
+
+def _num_saved_whole(shape: Shape, lora: LoraConfig) -> int:
+    """Of embedding and head, which alone are large. The copy that is trained stands beside the frozen one."""
+    named = {"embed_tokens", "lm_head"} & set(lora.modules_to_save)
+    return shape.vocabulary * shape.hidden * (min(1, len(named)) if shape.is_tied else len(named))
 
 
 # --- time ---

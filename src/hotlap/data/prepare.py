@@ -123,7 +123,7 @@ def prepare(
         config,
         seed,
         say,
-        functools.cache(lambda: Renderer(tokenizer_folder, settings, places.chat_template)),
+        functools.cache(lambda: _renderer(tokenizer_folder, settings, places.chat_template, say)),
         {
             "tokenizer": _tokenizer_hashes(tokenizer_folder),
             "chat_template": places.chat_template
@@ -143,6 +143,13 @@ def prepare(
     elif settings.eval_examples:
         packed.append(_open_or_build(plan, _Part("held-out", sources, settings, is_trained=False)))
     return Packing(packed[0], packed[1] if len(packed) > 1 else None)
+
+
+def _renderer(folder: Path, settings: DataConfig, chat_template: Path | None, say: Say) -> Renderer:
+    renderer = Renderer(folder, settings, chat_template)
+    for doubt in renderer.doubts():
+        say(doubt)
+    return renderer
 
 
 def _mixed(places: tuple[Path, ...], settings: DataConfig) -> list[Source]:

@@ -64,6 +64,7 @@ class Preview:
             "tokens_per_epoch": self.packing.train.facts.num_tokens,
             "trained_tokens_per_epoch": self.packing.train.num_trained_tokens,
             "memory": {
+                "estimated_for": self.memory.in_words,
                 "estimated_peak_bytes": self.memory.peak_bytes(self.micro_batch_rows),
                 "micro_batch_rows": self.micro_batch_rows,
                 "available_bytes": self.available_bytes,
@@ -82,7 +83,8 @@ def preview(config: RunConfig, num_examples: int, say: Callable[[str], None]) ->
         HotlapError: what training would end with before its first step.
     """
     model_folder, places = artifacts.locate_model(config.base_model), locate(config)
-    seed, is_seed_known = _seed_of(config)
+    identity = runs.read_identity(runs.RunFolder(config.run_folder))
+    seed, is_seed_known = _seed_of(config, identity)
     packing = prepare(config, seed, places, model_folder, say)
     train = packing.train
     renderer = Renderer(model_folder, config.data, places.chat_template)
@@ -98,7 +100,7 @@ def preview(config: RunConfig, num_examples: int, say: Callable[[str], None]) ->
         num_steps=order.num_steps,
         num_rows_trained=order.total_rows,
         shape=shape,
-        memory=memory_of(shape, config.lora, train),
+        memory=memory_of(shape, config, train, identity and identity.precision),
         available_bytes=_available_bytes(),
         micro_batch_rows=config.train.micro_batch_rows,
         speed=speed,
@@ -139,8 +141,7 @@ def _facts_as_json(data: PackedDataset) -> dict[str, Any]:
     return {**asdict(facts), "fingerprint": data.fingerprint, "fill": round(facts.fill, 4), "histogram": bins}
 
 
-def _seed_of(config: RunConfig) -> tuple[int, bool]:
-    identity = runs.read_identity(runs.RunFolder(config.run_folder))
+def _seed_of(config: RunConfig, identity: runs.Identity | None) -> tuple[int, bool]:
     seed = config.seed if config.seed is not None else identity and identity.seed
     return (_SEED_WITHOUT_RUN, False) if seed is None else (seed, True)
 

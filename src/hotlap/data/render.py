@@ -7,6 +7,7 @@ completion and the end token as plain text; an example that is plain text is wri
 
 # L tokens of an example
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,21 +76,47 @@ class Renderer:
         return self._tokenizer.eos_token_id
 
     @property
+    def num_tokens(self) -> int:
+        """One more than the largest token, added ones included."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
     def pad_token_id(self) -> int:
         """What fills a row. Padding is marked by its segment, so any token serves, the end token too."""
         candidates = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, 0)
         return next(token for token in candidates if token is not None)
 
+    def doubts(self) -> list[str]:
+        """What a chat template does that a run may fail by, though every example can be rendered."""
+        if not self.has_chat_template:
+            return []
+        found: list[str] = []
+        with contextlib.suppress(BadData):  # a template that refuses the probe says nothing of its ends
+            if not self._template_ends:
+                found.append(
+                    "The chat template ends an answer with no special token, so no end of an answer is trained and a "
+                    "model may talk on. Give one that does with data.chat_template, if answers are to end."
+                )
+        if "strftime_now" in str(self._tokenizer.chat_template):
+            found.append(
+                "The chat template writes the date of the day into examples, so tokens that are made on another "
+                "day differ. Give one without with data.chat_template, if results are to be the same."
+            )
+        return found
+
+    @cached_property
+    def _template_ends(self) -> frozenset[int]:
+        """The special token that the chat template ends an answer with, if it does."""
+        example = Example((Message("user", "a"), Message("assistant", "b")), line=1, source=str(self._folder))
+        rendered = self.render([example])[0]
+        last = int(rendered.tokens_L[rendered.is_trained_L][-1])
+        return frozenset({last} & set(self._backend.get_added_tokens_decoder()))
+
     @cached_property
     def stop_token_ids(self) -> frozenset[int]:
         """What ends a generated answer: the end token, and the one that ends the template's assistant turn."""
         stops = set() if self.eos_token_id is None else {self.eos_token_id}
-        if self.has_chat_template:
-            example = Example((Message("user", "a"), Message("assistant", "b")), line=1, source=str(self._folder))
-            rendered = self.render([example])[0]
-            last = int(rendered.tokens_L[rendered.is_trained_L][-1])
-            stops |= {last} & set(self._backend.get_added_tokens_decoder())
-        return frozenset(stops)
+        return frozenset(stops | self._template_ends if self.has_chat_template else stops)
 
     def decode(self, tokens: Sequence[int], shows_special: bool = False) -> str:
         return self._backend.decode([int(token) for token in tokens], skip_special_tokens=not shows_special)

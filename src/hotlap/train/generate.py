@@ -1,8 +1,8 @@
 """Answers of a base model, with or without its adapter, greedily and one prompt after another.
 
 `python -m hotlap.train.generate ORDER`, with the order as JSON: `model_folder`, `adapter` (a PEFT folder or null),
-`prompts`, `max_new_tokens`, and perhaps `chat_template` (a file) and `system` (a message before each prompt). One
-`answer` event per prompt, in their order, then the `result`.
+`prompts`, `max_new_tokens`, and perhaps `chat_template` (a file), `system` (a message before each prompt) and `model`
+(a run's settings of `[model]`). One `answer` event per prompt, in their order, then the `result`.
 """
 
 import json
@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftModel
-from transformers import GenerationConfig
 
+from hotlap.config import ModelConfig
 from hotlap.data.readers import Message
 from hotlap.data.render import Renderer
 from hotlap.errors import DONE, AuditFailed, BadData, HotlapError
+from hotlap.train.answer import answer, text_of
+from hotlap.train.base import FLOAT32, load_base
 from hotlap.train.channel import die_with_parent, events, say
-from hotlap.train.model import load_base
-
-# T tokens of a prompt, N tokens of its answer
+from hotlap.train.model import ADAPTER_CONFIG_FILE
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class Order:
     max_new_tokens: int
     chat_template: Path | None = None
     system: str | None = None
+    settings: ModelConfig = FLOAT32
 
     def messages(self, prompt: str) -> list[Message]:
         asked = [Message("user", prompt)]
@@ -48,10 +48,11 @@ def main() -> None:
     adapter = fields["adapter"] and Path(fields["adapter"])
     template = fields.get("chat_template") and Path(fields["chat_template"])
     place, prompts, longest = Path(fields["model_folder"]), fields["prompts"], fields["max_new_tokens"]
-    order = Order(place, adapter, prompts, longest, template, fields.get("system"))
+    settings = ModelConfig(**fields["model"]) if "model" in fields else FLOAT32
+    order = Order(place, adapter, prompts, longest, template, fields.get("system"), settings)
     try:
-        for answer in answers(order):
-            emit({"event": "answer", **answer})
+        for each in answers(order):
+            emit({"event": "answer", **each})
         result = {"exit_code": DONE, "reason": "done", "message": f"{len(order.prompts)} answered"}
     except HotlapError as error:
         result = {"exit_code": error.exit_code, "reason": error.reason, "message": str(error)}
@@ -73,14 +74,12 @@ def answers(order: Order) -> Iterator[dict[str, Any]]:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for prompt, tokens in zip(order.prompts, prompts, strict=True):
         num_new = _room_for_answer(len(tokens), order.max_new_tokens, longest)
-        answer = _answer(model, renderer, tokens, num_new)
-        is_stopped = answer[-1] in renderer.stop_token_ids
-        text = renderer.decode(answer[:-1] if is_stopped else answer)
-        yield {"prompt": prompt, "text": text, "num_tokens": len(answer)}
+        found = answer(model, renderer, tokens, num_new)
+        yield {"prompt": prompt, "text": text_of(renderer, found), "num_tokens": len(found)}
 
 
 def _load(order: Order) -> Any:
-    base: Any = load_base(order.model_folder)
+    base: Any = load_base(order.model_folder, order.settings, _num_tokens(order.adapter))
     if order.adapter is None:
         return base.eval()
     # PEFT asks transformers for a property by the name it had before; nothing a user could change.
@@ -94,6 +93,12 @@ def _load(order: Order) -> Any:
         ) from error
 
 
+def _num_tokens(adapter: Path | None) -> int:
+    """Embedding rows that an adapter has trained beyond those of its base model, and all before them."""
+    fields = json.loads((adapter / ADAPTER_CONFIG_FILE).read_bytes()) if adapter else {}
+    return max((max(rows) + 1 for rows in (fields.get("trainable_token_indices") or {}).values()), default=0)
+
+
 def _room_for_answer(num_T: int, max_new_tokens: int, longest: int | None) -> int:
     """How many tokens the answer may have in a model of `longest` positions."""
     if longest is None:
@@ -103,22 +108,6 @@ def _room_for_answer(num_T: int, max_new_tokens: int, longest: int | None) -> in
     if num_T + max_new_tokens > longest:
         say(f"The prompt has {num_T:,} tokens, so its answer is cut at the model's {longest:,} positions.")
     return min(max_new_tokens, longest - num_T)
-
-
-def _answer(model: Any, renderer: Renderer, tokens: list[int], num_new: int) -> list[int]:
-    """The most likely next token, again and again, up to and with the end of the turn."""
-    tokens_1T = torch.tensor([tokens], device=model.device)
-    settings = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=num_new,
-        eos_token_id=sorted(renderer.stop_token_ids) or None,
-        pad_token_id=renderer.pad_token_id,
-    )
-    # What the model's folder recommends, sampling above all, would be mixed into ours.
-    model.generation_config = settings
-    with torch.inference_mode():
-        output_1N = model.generate(tokens_1T, attention_mask=torch.ones_like(tokens_1T), generation_config=settings)
-    return output_1N[0, len(tokens) :].tolist()
 
 
 if __name__ == "__main__":

@@ -5,25 +5,24 @@ is published is a copy of the state after a whole step. Nothing here depends on 
 when to leave, so where slices are cut does not change what is learned.
 """
 
-import platform
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import peft
 import torch
-import transformers
 
-import hotlap
-from hotlap import artifacts, clock, durable, runs
+from hotlap import clock, runs
 from hotlap.checkpoint import Checkpoint, CheckpointStore, read
 from hotlap.errors import ConfigError, CorruptFile, TrainingFailed
 from hotlap.train import model, optim
+from hotlap.train.answer import Sampler
+from hotlap.train.assembly import assemble
 from hotlap.train.context import Context
 from hotlap.train.evaluate import Evaluator
+from hotlap.train.machine import use_threads, versions
 from hotlap.train.metrics import MetricsLog
 from hotlap.train.opening import OpenedRun
 from hotlap.train.publisher import OPTIMIZER_FILE, Publisher, Snapshot
+from hotlap.train.results import Results
 from hotlap.train.step import StepLoss, Stepper, require_sane
 from hotlap.train.stop import GivenUp
 
@@ -42,6 +41,11 @@ class Progress:
     last_eval_step: int = 0
     best: dict[str, Any] | None = None
     micro_batch_rows: int | None = None
+    lowest_val_loss: float | None = None
+    """Of all evaluations. `best` may be an older one, if a full disk could not take it."""
+
+    evals_without_gain: int = 0
+    samples_bytes: int = 0
 
     @property
     def key(self) -> tuple[int, int]:
@@ -63,24 +67,21 @@ class Loop:
         self.num_tokens = 0
         self._num_zero_losses = 0
         self._did_anything = False
-        self._num_threads = _use_threads(self._config.slice.num_threads or self._identity.num_threads)
+        self._num_threads = use_threads(self._config.slice.num_threads or self._identity.num_threads)
         with context.timeline.phase("load"), context.stop.may_give_up():
-            base = model.load_base(opened.model_folder)
-            name = artifacts.base_name(self._config.base_model, opened.model_folder)
-            self._model = model.attach_lora(base, self._config.lora, self._identity.seed, name)
-            self._optimizer = optim.build(self._model.parameters, self._config.optim)
+            self._model, self._optimizer = assemble(opened, context)
+            self._results = Results(run, lock, self._model, opened.model_folder if self._model.has_grown else None)
         keep = self._config.checkpoint.keep
         self._store = CheckpointStore(run.checkpoints, lock.number, keep, lock.require)
-        self._metrics = MetricsLog(run.metrics, context.say)
-        self._publisher = Publisher(
-            self._store, self._model.parameters, self._metrics.make_durable, self._on_published, context.say
-        )
+        self._metrics, self._samples = MetricsLog(run.metrics, context.say), MetricsLog(run.samples, context.say)
+        self._publisher = Publisher(self._store, self._model.saved, self._make_durable, self._on_published, context.say)
         context.stop.measure_tail_with(self._publisher.tail_s)
         self._stepper = Stepper(
             self._model, self._optimizer, opened, self._config, on_out_of_memory=self._on_out_of_memory
         )
         held_out = opened.packing.held_out
         self._evaluator = held_out and Evaluator(self._model, held_out, self._config.eval.micro_batch_rows)
+        self._sampler = Sampler(self._model, self._config, opened.model_folder) if self._samples_are_wanted() else None
         with context.timeline.phase("resume"), context.stop.may_give_up():
             self.progress = self._resume()
         self.resumed_at = self.progress.step
@@ -94,17 +95,18 @@ class Loop:
         checkpoint = self._store.newest(context.say)
         progress = Progress() if checkpoint is None else self._restore(checkpoint)
         self._stepper.micro_batch_rows = progress.micro_batch_rows or self._config.train.micro_batch_rows
-        try:
-            self._metrics.begin_at(progress.metrics_bytes)
-        except CorruptFile as error:
-            context.say(f"{error} Those rows are lost; the training state is whole, and training goes on.")
-            progress = replace(progress, metrics_bytes=self._metrics.begin_at_end())
+        for log, place in ((self._metrics, "metrics_bytes"), (self._samples, "samples_bytes")):
+            try:
+                log.begin_at(getattr(progress, place))
+            except CorruptFile as error:
+                context.say(f"{error} Those rows are lost; the training state is whole, and training goes on.")
+                progress = replace(progress, **{place: log.begin_at_end()})
         return progress
 
     def _restore(self, checkpoint: Checkpoint) -> Progress:
         facts = checkpoint.facts
         adapter = checkpoint.folder / model.ADAPTER_FILE
-        model.load_parameters(self._model.parameters, model.load_tensors(adapter), adapter)
+        model.load_parameters(self._model.saved, model.load_tensors(adapter), adapter)
         tensors = model.load_tensors(checkpoint.folder / OPTIMIZER_FILE)
         optim.load_state(self._optimizer, self._model.parameters, tensors)
         for what, then, now in (
@@ -157,7 +159,7 @@ class Loop:
                     improved = self._evaluate()
                 except NoTime:
                     return "slice_over"
-            if self.progress.step >= self.num_steps and not self._evaluation_is_due():
+            if self._is_at_its_end() and not self._evaluation_is_due():
                 return "done"
             if context.stop.is_requested:
                 return "stopped"
@@ -236,6 +238,23 @@ class Loop:
 
     # --- evaluation ---
 
+    def _samples_are_wanted(self) -> bool:
+        """
+        Raises:
+            ConfigError: what happens at evaluations is asked for, and there are none.
+        """
+        settings = self._config.eval
+        if self._evaluator is None and (settings.sample_prompts or settings.patience):
+            raise ConfigError(
+                "eval.patience and eval.sample_prompts need evaluations. Hold examples out with data.eval_examples."
+            )
+        return bool(settings.sample_prompts)
+
+    def _is_at_its_end(self) -> bool:
+        patience = self._config.eval.patience
+        has_stopped_early = patience is not None and self.progress.evals_without_gain >= patience
+        return self.progress.step >= self.num_steps or has_stopped_early
+
     def _evaluation_is_due(self) -> bool:
         step, every = self.progress.step, self._config.eval.every_steps
         if self._evaluator is None or step == 0 or self.progress.last_eval_step == step:
@@ -256,6 +275,7 @@ class Loop:
 
         with context.timeline.phase("evaluation"), context.stop.may_give_up():
             value = self._evaluator.val_loss(check_time, on_out_of_memory)
+            answers = self._sampler.answers(check_time) if self._sampler else []
         require_sane(value, step, "Held-out loss", intact_step=step)
         self._keep_to_saved_best()
         best = self.progress.best
@@ -265,8 +285,30 @@ class Loop:
         self._append({"step": step, "val_loss": value})
         self.progress = replace(self.progress, last_eval_step=step, best=best)
         self._did_anything = True
+        self._count_gain(value)
+        for prompt, text in answers:
+            num_bytes = self._samples.append({"step": step, "prompt": prompt, "text": text})
+            self.progress = replace(self.progress, samples_bytes=self.progress.samples_bytes + num_bytes)
         context.emit({"event": "evaluation", "step": step, "val_loss": value, "is_best": improved})
         return improved
+
+    def _count_gain(self, val_loss: float) -> None:
+        """A function of the held-out losses alone, so that cut and uncut runs stop early at the same step."""
+        progress, patience = self.progress, self._config.eval.patience
+        if progress.lowest_val_loss is None or val_loss < progress.lowest_val_loss:
+            self.progress = replace(progress, lowest_val_loss=val_loss, evals_without_gain=0)
+            return
+        self.progress = replace(progress, evals_without_gain=progress.evals_without_gain + 1)
+        if self.progress.evals_without_gain == patience and progress.step < self.num_steps:
+            self._append({"step": progress.step, "stopped_early": True})
+            self._context.say(
+                f"Stopped early at step {progress.step} of {self.num_steps}: {patience} evaluations in a row without a "
+                f"held-out loss below {progress.lowest_val_loss:.4f}."
+            )
+
+    def _make_durable(self) -> None:
+        self._metrics.make_durable()
+        self._samples.make_durable()
 
     def _hopeless(self) -> ConfigError:
         minutes = self._config.slice.minutes
@@ -320,7 +362,7 @@ class Loop:
         return Snapshot(
             key=progress.key,
             num_updates=progress.num_updates,
-            adapter=_copies({name: parameter.detach() for name, parameter in self._model.parameters.items()}),
+            adapter=_copies({name: parameter.detach() for name, parameter in self._model.saved.items()}),
             optimizer=_copies(optim.state_tensors(self._optimizer, self._model.parameters)),
             adapter_config=self._model.adapter_config_json(),
             facts=facts,
@@ -338,20 +380,9 @@ class Loop:
         final = run.checkpoints / self._final_checkpoint()
         facts = {"step": self.progress.step, "seed": self._identity.seed, "run": run.name}
         if best is not None:
-            self._publish_adapter(run.checkpoints / best["checkpoint"], run.best, {**facts, **best})
-        self._publish_adapter(final, run.adapter, facts)
+            self._results.publish(run.checkpoints / best["checkpoint"], run.best, {**facts, **best})
+        self._results.publish(final, run.adapter, facts)
         return "done"
-
-    def _publish_adapter(self, source: Path, target: Path, facts: dict[str, Any]) -> None:
-        self._lock.require()
-        staged = target.with_name(f".staging-{target.name}")
-        for leftover in (staged, target):
-            if leftover.exists():
-                durable.remove_tree(leftover)
-        durable.make_dirs(staged)
-        for name in (model.ADAPTER_CONFIG_FILE, model.ADAPTER_FILE):
-            durable.write_synced(staged / name, (source / name).read_bytes())
-        durable.publish(staged, target, facts, self._lock.require)
 
     def _final_checkpoint(self) -> str:
         checkpoint = self._store.newest(self._context.say)
@@ -363,24 +394,5 @@ class Loop:
         return checkpoint.folder.name
 
 
-def _use_threads(num_threads: int) -> int:
-    torch.set_num_threads(num_threads)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    return num_threads
-
-
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def versions() -> dict[str, str]:
-    """What may change the rounding of a result."""
-    return {
-        "hotlap": hotlap.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "peft": peft.__version__,
-        "processor": torch.backends.cpu.get_cpu_capability(),
-    }

@@ -1,5 +1,7 @@
 """Completion-only cross-entropy: logits are formed only where a trained token is predicted."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -18,11 +20,14 @@ def targets_of(
 
 
 def summed_loss(
-    lm_head: torch.nn.Module, hidden_BTD: torch.Tensor, predicts_BT: torch.Tensor, next_BT: torch.Tensor
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    hidden_BTD: torch.Tensor,
+    predicts_BT: torch.Tensor,
+    next_BT: torch.Tensor,
 ) -> torch.Tensor:
     """Nats summed over the trained targets, a float32 scalar; exactly 0, with a gradient of 0, when there are none."""
     hidden_ND = hidden_BTD[predicts_BT]
     if hidden_ND.shape[0] == 0:
         return hidden_BTD.sum() * 0.0
-    logits_NV = lm_head(hidden_ND).float()
+    logits_NV = logits_of(hidden_ND).float()
     return F.cross_entropy(logits_NV, next_BT[predicts_BT].long(), reduction="sum")

@@ -2,6 +2,8 @@
 
 import json
 import warnings
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,67 +11,133 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from hotlap.config import LoraConfig
 from hotlap.errors import AuditFailed, ConfigError
+from hotlap.train.base import decoder_linears, is_linear, load_base
 from hotlap.train.optim import Named
+
+__all__ = ["AdaptedModel", "attach_lora", "load_base"]
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
-# B rows, T positions, D model width
-
-
-def load_base(folder: Path) -> torch.nn.Module:
-    """The frozen base model in float32, from an ordinary model folder, offline."""
-    transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, attn_implementation="sdpa"
-    )
-    return model.requires_grad_(False)
+# B rows, T positions, D model width, N positions that predict, V vocabulary
 
 
 class AdaptedModel:
-    """A base model with LoRA, its trainable parameters under the names they have in the saved adapter."""
+    """A base model with LoRA, its trainable parameters under the names they have in the saved adapter.
 
-    def __init__(self, peft_model: PeftModel) -> None:
+    `parameters` has each of them once, `saved` tied ones under each of their names, as PEFT reads and writes them.
+    """
+
+    def __init__(self, peft_model: PeftModel, neftune_alpha: float | None = None) -> None:
         self.peft_model = peft_model
         causal_lm: Any = peft_model.get_base_model()
+        self._text_config: Any = causal_lm.config.get_text_config()
         self._decoder: torch.nn.Module = causal_lm.get_decoder()
-        self.lm_head: torch.nn.Module = causal_lm.get_output_embeddings()
-        self.parameters: Named = _named_as_saved(peft_model)
+        self._lm_head: torch.nn.Module = causal_lm.get_output_embeddings()
+        self._dtype: torch.dtype = causal_lm.dtype
+        self.device: torch.device = causal_lm.device
+        self._window = sliding_window_of(self._text_config)
+        self.saved: Named = _named_as_saved(peft_model)
+        last = {id(parameter): name for name, parameter in sorted(self.saved.items())}
+        self.parameters: Named = {name: self.saved[name] for name in sorted(last.values())}
+        self._segments_BT: torch.Tensor | None = None
+        if neftune_alpha is not None:
+            self._neftune_alpha = neftune_alpha
+            causal_lm.get_input_embeddings().register_forward_hook(self._with_noise)
+
+    @property
+    def starts_from_base(self) -> bool:
+        """Whether the adapter's first values were taken out of the base's weights."""
+        return self.peft_model.peft_config["default"].init_lora_weights == "pissa"  # pyright: ignore
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether rows for added tokens are part of the adapter."""
+        return self.peft_model.peft_config["default"].trainable_token_indices is not None  # pyright: ignore
 
     def hidden(self, tokens_BT: torch.Tensor, segments_BT: torch.Tensor) -> torch.Tensor:
-        """Last hidden states `[B, T, D]`. A token sees only earlier ones of its own example; positions restart."""
-        return self._decoder(
-            input_ids=tokens_BT,
-            attention_mask=block_mask(segments_BT),
-            position_ids=positions_of(segments_BT),
-            use_cache=False,
-        ).last_hidden_state
+        """Last hidden states `[B, T, D]`. A token sees only earlier ones of its own example, and in layers with a
+        sliding window no more than that of them; positions restart."""
+        self._segments_BT = segments_BT
+        with self.autocast():
+            return self._decoder(
+                input_ids=tokens_BT,
+                attention_mask=masks_of(segments_BT, self._window),
+                position_ids=positions_of(segments_BT),
+                use_cache=False,
+            ).last_hidden_state
+
+    def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """`[..., V]` in float32, with the model's soft cap."""
+        with self.autocast():
+            logits_NV = self._lm_head(hidden_ND).float()
+        cap: float | None = getattr(self._text_config, "final_logit_softcapping", None)
+        return logits_NV if cap is None else torch.tanh(logits_NV / cap) * cap
+
+    def recompute_activations(self) -> None:
+        """Keep no activations of a layer; compute them again in the backward pass, random numbers included."""
+        with warnings.catch_warnings():
+            # transformers 5.24 renames it; the old name is the one that every version we allow has.
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            causal_lm: Any = self.peft_model.get_base_model()
+            causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def adapter_config_json(self) -> bytes:
         """PEFT's `adapter_config.json`, sets in order so that the same adapter gives the same bytes."""
-        fields = self.peft_model.peft_config["default"].to_dict()
-        fields["inference_mode"] = True
-        plain = {key: sorted(value) if isinstance(value, set) else value for key, value in fields.items()}
-        return (json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n").encode()
+        return config_json(self.peft_model.peft_config["default"].to_dict())
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The adapter is float32 whatever the base is, so products are made in the base's precision."""
+        return torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32)
+
+    def _with_noise(self, _module: torch.nn.Module, _given: Any, output_BTD: torch.Tensor) -> torch.Tensor:
+        """NEFTune: uniform noise of at most alpha / sqrt(example's length x D), packed or not (arXiv 2310.05914)."""
+        if not self.peft_model.training:
+            return output_BTD
+        assert self._segments_BT is not None
+        lengths_BT = (self._segments_BT[:, :, None] == self._segments_BT[:, None, :]).sum(dim=-1)
+        most_BT = self._neftune_alpha / (lengths_BT * output_BTD.shape[-1]).sqrt()
+        noise_BTD = torch.empty_like(output_BTD).uniform_(-1.0, 1.0)
+        return output_BTD + noise_BTD * most_BT[:, :, None].to(output_BTD.dtype)
 
 
-def attach_lora(base: torch.nn.Module, config: LoraConfig, seed: int, base_name: str) -> AdaptedModel:
-    """A new adapter: A drawn from `seed`, B zero, so that nothing changes before the first step.
+def config_json(fields: dict[str, Any]) -> bytes:
+    fields["inference_mode"] = True
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in fields.items()}
+    return (json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n").encode()
+
+
+def attach_lora(
+    base: torch.nn.Module,
+    config: LoraConfig,
+    seed: int,
+    base_name: str,
+    neftune_alpha: float | None = None,
+    new_rows: list[int] | None = None,
+) -> AdaptedModel:
+    """A new adapter, drawn from `seed`, that changes nothing before the first step. Its parameters are float32.
+
+    `new_rows` are embedding rows of added tokens, which are trained as well.
 
     Raises:
-        ConfigError: a name in `target_modules` is no linear module of this model.
+        ConfigError: a name in `target_modules` is no linear module of this model's decoder, or one in
+            `modules_to_save` no module of it.
     """
-    targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
     peft_config = PeftLoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=config.dropout,
-        target_modules=targets,
+        target_modules=_targets(base, config),
+        use_rslora=config.rslora,
+        use_dora=config.dora,
+        init_lora_weights="pissa" if config.init == "pissa" else True,
+        modules_to_save=_modules_to_save(base, config),
+        trainable_token_indices=_trained_rows(base, new_rows) if new_rows else None,  # pyright: ignore[reportArgumentType]
+        ensure_weight_tying=bool(_tied_names(base) & set(config.modules_to_save)),
         task_type="CAUSAL_LM",
     )
     base.name_or_path = base_name  # type: ignore[assignment]  (where peft takes it from)
@@ -82,7 +150,98 @@ def attach_lora(base: torch.nn.Module, config: LoraConfig, seed: int, base_name:
     except ValueError as error:
         raise ConfigError(f"lora.target_modules = {config.target_modules!r} does not fit this model: {error}") from None
     assert isinstance(model, PeftModel)
-    return AdaptedModel(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return AdaptedModel(model, neftune_alpha)
+
+
+def _targets(base: Any, config: LoraConfig) -> str | list[str]:
+    """As the user wrote them; of a model with other towers beside the text decoder, the decoder's own by full name."""
+    inside = decoder_linears(base)
+    head = base.get_output_embeddings()
+    outside = [module for name, module in base.named_modules() if is_linear(module) and name not in set(inside)]
+    names = config.target_modules
+    if not isinstance(names, str) and (found := sorted(_tied_names(base) & set(names))):
+        raise ConfigError(
+            f"lora.target_modules names {found[0]}, and this model's input embedding and output head are one "
+            f"tensor: merging would change both. Leave it out, or train it in full with lora.modules_to_save."
+        )
+    if all(module is head for module in outside):
+        return names if isinstance(names, str) else list(names)
+    chosen = [name for name in inside if isinstance(names, str) or any(_ends_in(name, each) for each in names)]
+    if not chosen:
+        raise ConfigError(f"lora.target_modules = {names!r}: the text decoder has no linear module of that name.")
+    return chosen
+
+
+def _modules_to_save(base: torch.nn.Module, config: LoraConfig) -> list[str] | None:
+    for wanted in config.modules_to_save:
+        if not any(_ends_in(name, wanted) for name, _ in base.named_modules()):
+            raise ConfigError(f"lora.modules_to_save names {wanted}, and the model has no such module.")
+    return list(config.modules_to_save) or None
+
+
+def _trained_rows(base: Any, rows: list[int]) -> dict[str, list[int]]:
+    # PEFT gives tied tensors one set of trained rows by itself.
+    return dict.fromkeys(_embedding_names(base)[: 1 if _tied_names(base) else 2], rows)
+
+
+def _tied_names(base: Any) -> set[str]:
+    """Names of input embedding and output head if they are one tensor, else none."""
+    is_tied = base.get_input_embeddings().weight is base.get_output_embeddings().weight
+    return set(_embedding_names(base)) if is_tied else set()
+
+
+def _embedding_names(base: Any) -> list[str]:
+    modules = (base.get_input_embeddings(), base.get_output_embeddings())
+    return [_name_in(base, module).rpartition(".")[2] for module in modules]
+
+
+def _name_in(base: torch.nn.Module, wanted: torch.nn.Module) -> str:
+    return next(name for name, module in base.named_modules() if module is wanted)
+
+
+def _ends_in(name: str, wanted: str) -> bool:
+    return name == wanted or name.endswith(f".{wanted}")
+
+
+# --- who sees whom ---
+
+
+@dataclass(frozen=True)
+class Window:
+    """How far back a token sees, itself included, in the layers that slide, or in every layer of a model without
+    layer types (`is_everywhere`)."""
+
+    size: int
+    is_everywhere: bool
+
+
+def sliding_window_of(text_config: Any) -> Window | None:
+    """
+    Raises:
+        ConfigError: the model attends in a way for which we have no mask.
+    """
+    kinds: set[str] = set(getattr(text_config, "layer_types", None) or ())
+    if unknown := kinds - {_FULL, _SLIDING}:
+        raise ConfigError(
+            f"This model has layers of {sorted(unknown)}, and rows of several examples are not safe in them."
+        )
+    size: int | None = getattr(text_config, "sliding_window", None)
+    if kinds:
+        return Window(size, is_everywhere=False) if size is not None and _SLIDING in kinds else None
+    return Window(size, is_everywhere=True) if size is not None else None
+
+
+def masks_of(segments_BT: torch.Tensor, window: Window | None) -> torch.Tensor | dict[str, torch.Tensor]:
+    """`block_mask`, and the same within a window for the layers that slide. Transformers takes a ready mask as it is
+    and adds no window of its own to it."""
+    mask_BQTT = block_mask(segments_BT)
+    if window is None:
+        return mask_BQTT
+    near_TT = torch.ones_like(mask_BQTT[0, 0]).triu(diagonal=1 - window.size)
+    return mask_BQTT & near_TT if window.is_everywhere else {_FULL: mask_BQTT, _SLIDING: mask_BQTT & near_TT}
 
 
 def positions_of(segments_BT: torch.Tensor) -> torch.Tensor:
@@ -103,12 +262,15 @@ def block_mask(segments_BT: torch.Tensor) -> torch.Tensor:
 
 
 def _named_as_saved(model: PeftModel) -> Named:
-    """Trainable parameters by their saved names. PEFT's own saving leaves the adapter's name out of them."""
-    # Left to itself, PEFT asks the hub whether the embeddings were resized; ours never are.
-    saved = set(get_peft_model_state_dict(model, save_embedding_layers=False))
-    named = {name.replace(".default.", "."): value for name, value in model.named_parameters() if value.requires_grad}
-    if set(named) != saved:
-        raise AuditFailed(f"PEFT would save other tensors than are trained: {sorted(set(named) ^ saved)[:4]}.")
+    """Trainable parameters by their saved names; what is saved is told by where it lies in memory, since PEFT's names
+    follow from the method."""
+    # Left to itself, PEFT asks the hub whether the embeddings were resized; of those we train the new rows only.
+    saved = get_peft_model_state_dict(model, save_embedding_layers=False)
+    trained = {parameter.data_ptr(): parameter for parameter in model.parameters() if parameter.requires_grad}
+    odd = sorted(name for name, tensor in saved.items() if tensor.data_ptr() not in trained)
+    named = {name: trained[tensor.data_ptr()] for name, tensor in saved.items() if name not in odd}
+    if odd or len(set(map(id, named.values()))) != len(trained):
+        raise AuditFailed(f"PEFT would save other tensors than are trained: {len(named)}, {len(trained)}, {odd[:4]}.")
     return named
 
 

@@ -9,13 +9,13 @@ from typing import Any
 from hotlap import artifacts, clock, runs
 from hotlap.config import RunConfig
 from hotlap.data import packed, prepare
-from hotlap.errors import ConfigError, HotlapError, RunChanged
+from hotlap.errors import ConfigError, HotlapError, MissingArtifact, RunChanged
 from hotlap.train.context import Context
 
 Say = Callable[[str], None]
 
 # Where base model and data lie may differ from slice to slice; what they are is compared by their pins.
-_PLACES = ("base_model", "dataset", "data.eval_dataset", "data.chat_template", "seed")
+_PLACES = ("base_model", "dataset", "data.eval_dataset", "data.chat_template", "lora.init_from", "seed")
 
 # What is kept of the slice for leaving when the data is not ready in it.
 _KEPT_S = 5.0
@@ -58,6 +58,9 @@ def _begin(
     seed = config.seed if config.seed is not None else context.draw_seed()
     packing = _prepared(context, seed, model_folder, places)
     order = packed.plan_order(config, seed, packing.train.num_rows)
+    # torch is not needed to open a run later, and takes seconds to import.
+    from hotlap.train.base import choose_precision
+
     identity = runs.Identity(
         trajectory=config.trajectory,
         seed=seed,
@@ -68,10 +71,31 @@ def _begin(
         num_steps=order.num_steps,
         num_threads=config.slice.num_threads or _num_cores(),
         created_at=clock.utc_text(clock.wall_s()),
+        precision=choose_precision(config.model, context.say),
+        init_pins=_init_pins(config, context.say),
     )
     require_lock()
     identity.write(run)
     return OpenedRun(identity, model_folder, packing, order)
+
+
+def _init_pins(config: RunConfig, say: Say) -> dict[str, Any]:
+    if config.lora.init_from is None:
+        return {}
+    say(f"Warm start: the adapter begins with the values of {config.lora.init_from}, the optimizer fresh, at step 0.")
+    return _pinned_adapter(Path(config.lora.init_from))
+
+
+def _pinned_adapter(folder: Path) -> dict[str, Any]:
+    """
+    Raises:
+        MissingArtifact: there is no adapter.
+    """
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise MissingArtifact(
+            f"lora.init_from: {folder} holds no adapter_model.safetensors. Give a PEFT adapter's folder."
+        )
+    return artifacts.pins_to_json(artifacts.pin(folder))
 
 
 def _num_cores() -> int:
@@ -121,6 +145,7 @@ def _require_unchanged(
     for what, path, pins in [
         ("base model", model_folder, identity.base_pins),
         *((name, path, identity.data_pins.get(name, {})) for name, path in places.named.items()),
+        *(([("lora.init_from", Path(start), identity.init_pins)]) if (start := context.config.lora.init_from) else ()),
     ]:
         differences += [f"{what}: {text}" for text in artifacts.changed(path, artifacts.pins_from_json(pins))]
     if missing := sorted(set(identity.data_pins) - set(places.named)):

@@ -1,13 +1,14 @@
 """The optimizer, its learning rate at a step, and its state as named tensors."""
 
 import math
+from typing import Any
 
 import torch
 
 from hotlap.config import OptimConfig
+from hotlap.errors import ConfigError
 
 Named = dict[str, torch.nn.Parameter]
-_STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
 def lr_at(step: int, num_steps: int, config: OptimConfig) -> float:
@@ -19,39 +20,100 @@ def lr_at(step: int, num_steps: int, config: OptimConfig) -> float:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    decay_steps = max(1, num_steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps - 1) / decay_steps)
-    share = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    first = config.warmup_steps
+    if config.schedule == "warmdown":
+        first = max(first, num_steps - math.ceil(config.warmdown_ratio * num_steps))
+    decay_steps = max(1, num_steps - first)
+    progress = min(1.0, max(0.0, (step - first - 1) / decay_steps))
+    share = 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0 - progress
     floor = config.final_lr_ratio
     return config.lr * (floor + (1.0 - floor) * share)
 
 
-def build(parameters: Named, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the adapter's parameters, in the order of their names."""
-    return torch.optim.AdamW(
-        [parameters[name] for name in sorted(parameters)],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+def build(parameters: Named, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW over the adapter's parameters, in the order of their names; every B in a group of its own with LoRA+.
+
+    Raises:
+        ConfigError: this kind of optimizer does not run on the parameters' device, or its library is missing.
+    """
+    ratio = config.lora_plus_ratio
+    outer = [name for name in sorted(parameters) if ratio is not None and "lora_B" in name]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameters[name] for name in sorted(set(parameters) - set(outer))], "lr_ratio": 1.0}
+    ]
+    if ratio is not None:
+        groups.append({"params": [parameters[name] for name in outer], "lr_ratio": ratio})
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    if config.kind == "adamw":
+        return torch.optim.AdamW(groups, **settings, fused=True)
+    return _from_bitsandbytes(groups, config.kind, settings)
+
+
+def _from_bitsandbytes(groups: list[dict[str, Any]], kind: str, settings: dict[str, Any]) -> torch.optim.Optimizer:
+    device = next(parameter.device for group in groups for parameter in group["params"])
+    if kind.startswith("paged") and device.type != "cuda":
+        other = "adamw8bit" if kind.endswith("8bit") else "adamw"
+        raise ConfigError(
+            f"optim.kind = {kind!r} moves memory between a GPU and its host, and this machine trains on {device.type}. "
+            f"Take {other!r}."
+        )
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ConfigError(
+            f"optim.kind = {kind!r} needs bitsandbytes: {error}. Run: pip install 'hotlap[train]'"
+        ) from None
+    names = {"adamw8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw8bit": "PagedAdamW8bit"}
+    make: Any = getattr(bitsandbytes.optim, names[kind])
+    return make(groups, **settings)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_ratio"]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: Named) -> dict[str, torch.Tensor]:
-    """The optimizer's own tensors, not copies, as `exp_avg.<parameter>` and so on; empty before the first update."""
+    """The optimizer's own tensors, not copies, as `exp_avg.<parameter>` and so on; empty before the first update.
+    Integers become tensors; bitsandbytes' maps of 8-bit codes (`qmap`) are constants and left out."""
     return {
-        f"{kind}.{name}": optimizer.state[parameter][kind]
+        f"{kind}.{name}": value if isinstance(value, torch.Tensor) else torch.tensor(value)
         for name, parameter in parameters.items()
         if parameter in optimizer.state
-        for kind in _STATE
+        for kind, value in optimizer.state[parameter].items()
+        if not kind.startswith("qmap")
     }
 
 
 def load_state(optimizer: torch.optim.Optimizer, parameters: Named, tensors: dict[str, torch.Tensor]) -> None:
     """Put back what `state_tensors` gave, copied to each parameter's device."""
-    for name, parameter in parameters.items():
-        if f"step.{name}" in tensors:
-            optimizer.state[parameter] = {
-                kind: tensors[f"{kind}.{name}"].to(parameter.device, copy=True) for kind in _STATE
-            }
+    saved: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition(".")
+        saved.setdefault(name, {})[kind] = tensor
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            (name,) = [name for name, each in parameters.items() if each is parameter]
+            if name in saved:
+                _load_one(optimizer, group, parameter, (number, place), saved[name])
+
+
+def _load_one(
+    optimizer: Any, group: Any, parameter: torch.nn.Parameter, place: tuple[int, int], saved: dict[str, torch.Tensor]
+) -> None:
+    if isinstance(optimizer, torch.optim.AdamW):
+        optimizer.state[parameter] = {kind: value.to(parameter.device, copy=True) for kind, value in saved.items()}
+        return
+    # bitsandbytes allocates its own state, paged where asked for, and counts steps in a plain integer.
+    optimizer.init_state(group, parameter, *place)
+    state = optimizer.state[parameter]
+    for kind, value in saved.items():
+        if isinstance(state[kind], torch.Tensor):
+            state[kind].copy_(value)
+        else:
+            state[kind] = int(value)

@@ -28,7 +28,7 @@ def main() -> None:
 
 def probe() -> dict[str, Any]:
     """The torch build, the devices it sees, and the time of a matrix product on the best of them."""
-    device = _best_device()
+    device = best_device()
     num_threads = torch.get_num_threads()
     # A busy neighbor stalls all threads of a product as soon as there are two, and the ratio is the same with one.
     torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def probe() -> dict[str, Any]:
     }
 
 
-def _best_device() -> torch.device:
+def best_device() -> torch.device:
     # A CUDA build names CUDA as its accelerator also where there is none.
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator or torch.device("cpu")

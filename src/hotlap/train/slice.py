@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from hotlap import clock, guard, runs
+from hotlap import clock, durable, guard, runs
 from hotlap.config import load_run_json
 from hotlap.errors import DONE, SLICE_OVER, HotlapError, RunLocked, StorageFailed
 from hotlap.train.channel import die_with_parent, events, say
@@ -94,7 +94,8 @@ def _require_same_run(run: runs.RunFolder, context: Context) -> int:
     """A finished run is not trained again, but other settings are refused as at any time. Returns its last step."""
     from hotlap.train.opening import open_run
 
-    return open_run(run, context, lambda: None).identity.num_steps
+    open_run(run, context, lambda: None)
+    return durable.read_manifest(run.adapter)["facts"]["step"]
 
 
 def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dict[str, Any]) -> str:

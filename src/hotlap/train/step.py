@@ -21,6 +21,9 @@ from hotlap.train.opening import OpenedRun
 ResultT = TypeVar("ResultT")
 
 _ABSURD_LOSS = 1_000.0
+_FLOAT16_LOSS_SCALE = 2.0**12
+"""Small gradients of activations are below what float16 can hold. A power of two, so it is taken out exactly; and a
+constant, since one that adapts would be a state of the run."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ class Batch:
     def num_tokens(self) -> int:
         return int((self.segments_BT > 0).sum())
 
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(self.tokens_BT.to(device), self.segments_BT.to(device), self.is_trained_BT.to(device))
+
 
 def read_batch(dataset: PackedDataset, rows: np.ndarray) -> Batch:
     segments_BT = torch.from_numpy(dataset.segments_NT[rows].astype(np.int32))
@@ -57,10 +63,11 @@ def read_batch(dataset: PackedDataset, rows: np.ndarray) -> Batch:
 
 def batch_loss(model: AdaptedModel, batch: Batch, is_open: bool = False) -> torch.Tensor:
     """Nats summed over the batch's targets. `is_open`: a row is attended to as if it were one example."""
+    batch = batch.to(model.device)
     predicts_BT, next_BT = loss.targets_of(batch.tokens_BT, batch.segments_BT, batch.is_trained_BT)
     attended_BT = (batch.segments_BT > 0).to(batch.segments_BT.dtype) if is_open else batch.segments_BT
     hidden_BTD = model.hidden(batch.tokens_BT, attended_BT)
-    return loss.summed_loss(model.lm_head, hidden_BTD, predicts_BT, next_BT)
+    return loss.summed_loss(model.logits, hidden_BTD, predicts_BT, next_BT)
 
 
 def num_targets(batch: Batch) -> int:
@@ -86,6 +93,7 @@ class Stepper:
         self._config = config
         self._seed = opened.identity.seed
         self._on_out_of_memory = on_out_of_memory
+        self._loss_scale = _FLOAT16_LOSS_SCALE if opened.identity.precision == "float16" else 1.0
         self.micro_batch_rows = config.train.micro_batch_rows
 
     def forward_backward(self, step: int) -> StepLoss:
@@ -120,7 +128,11 @@ class Stepper:
             nats = batch_loss(self._model, batch, is_open=self._config.packing.attention == "open")
             total_nats += float(nats.detach())
             require_sane(total_nats / total_targets, step)
-            (nats / total_targets).backward()
+            (nats / total_targets * self._loss_scale).backward()
+        if self._loss_scale != 1.0:
+            for parameter in self._model.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad /= self._loss_scale
         return StepLoss(total_nats / total_targets, total_targets, num_tokens)
 
     def apply(self, step: int) -> float:
@@ -139,8 +151,7 @@ class Stepper:
             raise NonFiniteLoss("The gradient", float(norm), step)
         if self._config.optim.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self._config.optim.max_grad_norm, norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = optim.lr_at(step, self._order.num_steps, self._config.optim)
+        optim.set_lr(self._optimizer, optim.lr_at(step, self._order.num_steps, self._config.optim))
         self._optimizer.step()
         return float(norm)
 
@@ -179,7 +190,8 @@ def with_halving(
         if num_rows == 1:
             raise OutOfMemory(
                 f"One row does not fit into memory at {what} ({words}). The step before is intact. "
-                f"Lower data.seq_len or lora.rank; changed settings start a run of their own."
+                f"Lower data.seq_len or lora.rank, which starts a run of its own, or set slice.gradient_checkpointing "
+                f"= true, which goes on with this one."
             )
         num_rows //= 2
         if torch.cuda.is_available():

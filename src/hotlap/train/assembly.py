@@ -1,0 +1,75 @@
+"""Base model, adapter and optimizer of a run, put together as its identity and its configuration say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotlap import artifacts
+from hotlap.data.render import Renderer
+from hotlap.errors import AuditFailed, ConfigError
+from hotlap.train import model, optim
+from hotlap.train.context import Context
+from hotlap.train.opening import OpenedRun
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""What the result needs besides if its base model has to grow: stock PEFT looks there for how many rows that are."""
+
+
+def assemble(opened: OpenedRun, context: Context) -> tuple[model.AdaptedModel, torch.optim.Optimizer]:
+    """The adapter as it is before the first step.
+
+    Raises:
+        ConfigError: the settings do not fit the model, the machine, or the adapter of a warm start.
+    """
+    config, identity = context.config, opened.identity
+    num_tokens = num_tokens_needed(opened)
+    settings = config.model.model_copy(update={"precision": identity.precision})
+    base: Any = model.load_base(opened.model_folder, settings, num_tokens)
+    new_rows = _new_rows(opened, num_tokens)
+    if new_rows:
+        context.say(
+            f"The tokenizer has {len(new_rows)} tokens more than the model has embedding rows. They get rows that are "
+            f"trained and saved with the adapter; its folder has the tokenizer, from which PEFT sees how many."
+        )
+    name = artifacts.base_name(config.base_model, opened.model_folder)
+    adapted = model.attach_lora(base, config.lora, identity.seed, name, config.train.neftune_alpha, new_rows)
+    if config.lora.init_from is not None:
+        _warm_start(adapted, Path(config.lora.init_from))
+    if config.slice.gradient_checkpointing:
+        adapted.recompute_activations()
+    return adapted, optim.build(adapted.parameters, config.optim)
+
+
+def num_tokens_needed(opened: OpenedRun) -> int:
+    """Embedding rows that the run needs: as many as the tokenizer has tokens, if the data has one beyond the model's
+    own rows. 0: the model's own are enough."""
+    both = (opened.packing.train, opened.packing.held_out)
+    largest = max(dataset.facts.largest_token_id for dataset in both if dataset is not None)
+    if largest < _num_rows(opened.model_folder):
+        return 0
+    return Renderer(opened.model_folder).num_tokens
+
+
+def _new_rows(opened: OpenedRun, num_tokens: int) -> list[int]:
+    return list(range(_num_rows(opened.model_folder), num_tokens)) if num_tokens else []
+
+
+def _num_rows(model_folder: Path) -> int:
+    whole = json.loads((model_folder / "config.json").read_bytes())
+    return whole.get("text_config", whole)["vocab_size"]
+
+
+def _warm_start(adapted: model.AdaptedModel, folder: Path) -> None:
+    path = folder / model.ADAPTER_FILE
+    try:
+        model.load_parameters(adapted.saved, model.load_tensors(path), path)
+    except AuditFailed as error:
+        raise ConfigError(
+            f"lora.init_from: {error} Its rank, target modules and kind must be those of this run's lora settings."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"lora.init_from: {path} cannot be read: {error}. Give the folder of a PEFT adapter."
+        ) from None
