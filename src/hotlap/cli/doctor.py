@@ -30,6 +30,7 @@ class Extra:
 
 EXTRAS = (
     Extra("train", "training, generating, converting models"),
+    Extra("report", "charts of studies, drawn anew after every run"),
     Extra("bench", "running the benchmarks that measure against other projects"),
     Extra("dev", "running the tests and the checks of style and types"),
 )
