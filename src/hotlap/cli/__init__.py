@@ -24,6 +24,7 @@ from hotlap.cli.research import research
 from hotlap.cli.runs import logs, runs, stop
 from hotlap.cli.speedrun import speedrun
 from hotlap.cli.train import train
+from hotlap.cli.volume import pull, volume
 from hotlap.errors import HotlapError
 
 # Errors that come from a path somebody gave us, when they were not met while writing (those are `StorageFailed`).
@@ -41,24 +42,9 @@ def cli() -> None:
     """
 
 
-for command in (
-    demo,
-    init,
-    doctor,
-    prefetch,
-    preview,
-    train,
-    runs,
-    logs,
-    stop,
-    generate,
-    launch,
-    machines,
-    reap,
-    budget,
-    research,
-    speedrun,
-):
+_HERE = (demo, init, doctor, prefetch, preview, train, runs, logs, stop, generate, research, speedrun)
+_RENTED = (launch, machines, reap, budget, volume, pull)
+for command in (*_HERE, *_RENTED):
     cli.add_command(command)
 
 
