@@ -140,7 +140,7 @@ def build_root(plan: Plan) -> None:
         bind(f"/dev/{name}", root / "dev" / name, is_device=True)
     for name in plan["writable"]:
         folder = root / name.lstrip("/")
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)  # an input may lie below it
         folder.chmod(0o777)
     (root / "proc").mkdir()
     mount("proc", root / "proc", "proc", _NO_SUID | _NO_DEV | _NO_EXEC)
