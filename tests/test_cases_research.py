@@ -14,6 +14,8 @@ from hotlap.research import acceptance, board
 from hotlap.research.acceptance import NAIVE, TWO_RUN
 from hotlap.research.space import load_study
 
+pytestmark = pytest.mark.long
+
 # --- B55: NaN loss. A guard written as `loss > limit` lets NaN run on, and a NaN score upsets every ranking. ---
 
 FAILURES = [

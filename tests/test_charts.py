@@ -3,11 +3,14 @@
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
+import pytest
 
 from hotlap.report import charts
 from hotlap.research import board, simulate
 from hotlap.research.history import History
 from hotlap.research.space import StudyConfig
+
+pytestmark = pytest.mark.long
 
 NAMES = {"progress.svg", "axes.svg", "prediction.svg", "clock.svg", "curves.svg"}
 

@@ -11,6 +11,8 @@ from hotlap.child import ChildEnd
 from hotlap.research import executor
 from hotlap.research.executor import disturbances, finite, num_oom_kills, shares_of_cores, status_of
 
+pytestmark = pytest.mark.long
+
 GOOD = {"status": "ok", "val_search_nats_per_byte": 1.5}
 
 

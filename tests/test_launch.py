@@ -28,7 +28,7 @@ from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import BudgetRefused, HotlapError, Survivors
 from hotlap.testing.fake_runpod import FakeRunpod
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 # --- killed at any line ---
 

@@ -24,7 +24,7 @@ from hotlap.cloud.money import Amount, Rate, loss_bound_s, ttl_s, usd, worst_rat
 from hotlap.config import BudgetConfig, CloudConfig, LimitsConfig, ReaperConfig
 from hotlap.errors import BudgetRefused, CorruptFile, RunLocked, StorageFailed
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 MANY = LimitsConfig(max_live_machines=1000)
 Make = Callable[..., Ledger]

@@ -20,7 +20,7 @@ from hotlap.cloud.money import Amount
 from hotlap.config import CloudConfig, LedgerConfig, LimitsConfig
 from hotlap.errors import BudgetRefused, RunLocked, StorageFailed
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 KILLED, REFUSED = -9, 3
 

@@ -28,7 +28,7 @@ from hotlap.config import BudgetConfig, CloudConfig, RunConfig, load_run
 from hotlap.testing.bodies import MAX_BODY_BYTES
 from hotlap.testing.fake_runpod import FakeRunpod
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 
 def config_of(**changes: Any) -> RunConfig:

@@ -23,7 +23,7 @@ from hotlap.config import CloudConfig, RunConfig
 from hotlap.testing.containers import Birth, Job, Line, scripted
 from hotlap.testing.fake_runpod import FakeRunpod
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 QUICK = replace(runpod.TRAITS, poll_s=0.1, proof_gap_s=0.3, visibility_s=2.0)
 OFFER = Offer("runpod", "NVIDIA L40S", None, 860_000, cloud="SECURE")

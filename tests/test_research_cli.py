@@ -16,6 +16,8 @@ from hotlap.cli import cli
 from hotlap.cli.research import research
 from hotlap.research.space import StudyConfig, load_study
 
+pytestmark = pytest.mark.long
+
 SUBCOMMANDS = sorted(research.commands)
 
 

@@ -12,6 +12,8 @@ from hotlap.research.executor import ask_axes
 from hotlap.research.history import StudyFolder
 from hotlap.research.space import load_study, space_of
 
+pytestmark = pytest.mark.long
+
 STUDY = """
 [study]
 name = "gpt"

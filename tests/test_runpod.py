@@ -30,7 +30,7 @@ from hotlap.testing.fake_clock import FakeClock
 from hotlap.testing.fake_runpod import FakeRunpod
 from hotlap.testing.faults import Fault
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 CREATE, LIST, DELETE = "POST /v2/pods", "GET /v2/pods", "DELETE /v2/pods/{id}"
 OFFER = Offer("runpod", "NVIDIA L40S", None, 860_000, cloud="SECURE")

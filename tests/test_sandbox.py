@@ -19,6 +19,8 @@ from hotlap.errors import Refused
 from hotlap.speedrun import jail, sandbox
 from hotlap.speedrun.sandbox import Bounds, Program, Ran
 
+pytestmark = pytest.mark.long
+
 ALL = ("filesystem", "network", "processes", "privileges", "limits")
 MIB = 1 << 20
 

@@ -17,6 +17,8 @@ from hotlap.research import board, plan, replay, seeds
 from hotlap.research.acceptance import NAIVE, TWO_RUN
 from hotlap.research.history import History
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Stage:

@@ -20,7 +20,7 @@ from hotlap.cloud import volume
 from hotlap.cloud.volume import FolderVolume, Item, S3Volume, Volume, open_volume, pull, walk
 from hotlap.errors import ConfigError, CorruptFile, MissingArtifact, NoPermission, UsageError
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 KEYS = ("user_key", "rps_secret")
 
