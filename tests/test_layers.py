@@ -750,6 +750,7 @@ def test_importing_hotlap_loads_nothing_heavy():
 # --- make measure ---
 
 
+@pytest.mark.long
 def test_measure_prints_every_file_and_the_sums(capsys: pytest.CaptureFixture[str], ours: list[Module]):
     assert measure.main() == bool(measure.complaints(ours))
     lines = capsys.readouterr().out.splitlines()
