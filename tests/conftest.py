@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fixtures_data import f3_rows, write_jsonl
+from postgres import Server, served
 from tiny import make_tiny_model, tiny_config
 from zygote import Zygote
 
@@ -48,6 +49,15 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     zygote = Zygote(tmp_path_factory.mktemp("zygote"))
     yield zygote
     zygote.close()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Server]:
+    """A PostgreSQL server of this test run."""
+    for server in served():
+        if server is None:
+            pytest.skip("PostgreSQL's initdb is not installed (Debian: apt-get install postgresql)")
+        yield server
 
 
 @pytest.fixture(scope="session")

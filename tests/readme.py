@@ -19,14 +19,13 @@ _MEANINGS = {
     5: "a provider, or a source, did not deliver",
     6: "training failed; the last good checkpoint is intact",
     7: "storage; what was published before is intact",
-    8: "a verification did not prove its claim",
+    8: "not proven: the claim failed, or nothing can be decided here",
     75: "the slice is over, call again",
     124: "overran its cap and was ended",
     130: "second Ctrl-C",
 }
 _REASONS_WITHOUT_CLASS = {
     0: ["done"],
-    8: ["fail", "undecided"],
     75: ["slice_over", "stopped"],
     124: ["overran"],
     130: ["interrupted"],

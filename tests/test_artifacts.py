@@ -391,6 +391,7 @@ print(artifacts.fetch(sys.argv[1], lambda text: print(text, file=sys.stderr), "d
 """
 
 
+@pytest.mark.long
 def test_of_two_fetches_at_once_one_works_and_both_get_it(index: Path):
     command = [sys.executable, "-c", FETCHER, REF]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
@@ -411,6 +412,7 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_are_not(index
         assert leftovers(home) == [".living-1.stage-00ff"]
 
 
+@pytest.mark.long
 def test_a_fetch_without_pip_uses_the_one_python_brings_along(index: Path, tmp_path: Path):
     venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
     python = tmp_path / "bare" / "bin" / "python"

@@ -13,6 +13,8 @@ from hotlap.speedrun import inputs
 from hotlap.speedrun.audit import CONFIG, WEIGHTS, Audit, audit, linear_shapes
 from hotlap.speedrun.track import Limits
 
+pytestmark = pytest.mark.long
+
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 LIMITS = Limits(adapter_params=2000, time_limit_s=1, memory_bytes=1, num_processes=1, max_lora_rank=8)
 GOOD_CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}

@@ -18,7 +18,7 @@ from hotlap.cloud.runpod_shapes import boot_argv
 from hotlap.testing.fake_runpod import FakeRunpod
 from hotlap.testing.routes import Account
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 SOURCE = Path(boot.__file__)
 PYTHON = [sys.executable, "-S", "-I"]

@@ -13,7 +13,7 @@ from hotlap.errors import BudgetRefused, Survivors
 from hotlap.testing.containers import Job
 from hotlap.testing.faults import Fault
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 TTL_S = 150 + 120 + 10 + 30
 

@@ -63,6 +63,7 @@ def _wait_for_death(pid: int) -> None:
     pytest.fail(f"process {pid} lives")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_flood_of_words_does_not_keep_the_watchdog_from_the_clock(stream: str) -> None:
     """A progress bar gone wild, say: more lines than can be shown, without end."""

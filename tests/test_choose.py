@@ -235,6 +235,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.long
 def test_peak_memory_does_not_grow_with_the_rows(f4: Path, tmp_path: Path) -> None:
     peaks: list[int] = []
     small = "from hotlap.data import chunks, tokenized\nchunks._CHUNK_PIECES = tokenized._BATCH_EXAMPLES = 200\n"

@@ -133,6 +133,7 @@ def _wait_for_steps(metrics: Path, timeout_s: float = 90.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_errors_have_code_reason_and_way_out(tmp_path: Path, f3: Path) -> None:
     cases = [
         (("train",), 2, "config", "base_model: is missing"),

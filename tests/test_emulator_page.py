@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 PAGE = Path(__file__).parent.parent / "docs" / "emulator.md"
 

@@ -46,6 +46,9 @@ CODES = {
     "DiskFull": (7, "disk_full"),
     "ReadOnlyVolume": (7, "read_only"),
     "VolumeGone": (7, "volume_gone"),
+    "NotProven": (8, "undecided"),
+    "ProofFailed": (8, "fail"),
+    "Undecided": (8, "undecided"),
 }
 
 

@@ -14,7 +14,7 @@ from hotlap.testing.fake_runpod import FakeRunpod
 from hotlap.testing.faults import Fault, fault_from
 from hotlap.testing.meter import Meter
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 SPEC = Path(__file__).parent.parent.parent / "shared" / "runpod" / "openapi-v2.json"
 BODY: dict[str, Any] = {

@@ -28,7 +28,7 @@ from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import BudgetRefused, HotlapError, Survivors
 from hotlap.testing.fake_runpod import FakeRunpod
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 # --- killed at any line ---
 
@@ -283,7 +283,7 @@ def test_a_local_machine_finds_every_place_and_keeps_the_run_s_name(
         Path(name).touch()
     data = {"eval_dataset": "e.jsonl", "chat_template": "t.jinja", "mix": [{"dataset": "m.jsonl"}, {"dataset": "a/b"}]}
     config = RunConfig.model_validate({"base_model": "model", "dataset": "d.jsonl", "data": data})
-    job = rental.job_of(config, LocalProvider(), None, None)
+    job = rental.local_job(config, LocalProvider().traits)
     sent = RunConfig.model_validate(json.loads(job.start.argv[-1])["config"])
     assert job.run == sent.run_name == config.run_name
     assert sent.output_dir == str(tmp_path / "runs")

@@ -17,7 +17,7 @@ from hotlap.testing.containers import Job
 from hotlap.testing.faults import Active
 from hotlap.testing.routes import Request
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 TTL_S = 310
 ROOT = Path(__file__).parent

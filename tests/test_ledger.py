@@ -2,17 +2,21 @@
 
 import json
 import os
+import random
 import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from money import NOON_S, hold_of, make_lease
+from postgres import Server
 
 from hotlap.cloud.lease import Lease, Sum, day_of, forecast, next_day_s, overdue_s
 from hotlap.cloud.ledger import Ledger
@@ -20,18 +24,43 @@ from hotlap.cloud.money import Amount, Rate, loss_bound_s, ttl_s, usd, worst_rat
 from hotlap.config import BudgetConfig, CloudConfig, LimitsConfig, ReaperConfig
 from hotlap.errors import BudgetRefused, CorruptFile, RunLocked, StorageFailed
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 MANY = LimitsConfig(max_live_machines=1000)
+Make = Callable[..., Ledger]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, home: Path) -> str:
+    """An empty book's address, on either engine."""
+    if request.param == "postgresql":
+        return request.getfixturevalue("postgres").make_url()
+    home.mkdir(exist_ok=True)
+    return f"sqlite:///{home / 'ledger.sqlite'}"
 
 
 @pytest.fixture
-def ledger(home: Path) -> Ledger:
+def make(url: str) -> Iterator[Make]:
+    made: list[Ledger] = []
+
+    def open_one(**settings: Any) -> Ledger:
+        made.append(Ledger(CloudConfig(**settings), url))
+        return made[-1]
+
+    yield open_one
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def ledger(make: Make) -> Ledger:
+    return make()
+
+
+@pytest.fixture
+def file_ledger(home: Path) -> Ledger:
+    """The one that is there without any settings."""
     return Ledger(CloudConfig())
-
-
-def roomy(**budget: float) -> Ledger:
-    return Ledger(CloudConfig(limits=MANY, budget=BudgetConfig(**budget)))
 
 
 # --- integers ---
@@ -145,8 +174,8 @@ def test_a_spent_day_is_refused_with_what_is_left_and_when_it_resets(ledger: Led
     ledger.hold(make_lease("c" * 16, **hold_of(600)))
 
 
-def test_dollars_run_out_too() -> None:
-    ledger = roomy(gpu_minutes_per_day=1000.0, usd_per_day=0.15)
+def test_dollars_run_out_too(make: Make) -> None:
+    ledger = make(limits=MANY, budget=BudgetConfig(gpu_minutes_per_day=1000.0, usd_per_day=0.15))
     ledger.hold(make_lease())
     with pytest.raises(BudgetRefused, match=r"\$0.0500 left"):
         ledger.hold(make_lease("b" * 16))
@@ -160,8 +189,8 @@ def test_the_next_day_has_its_own_budget(ledger: Ledger) -> None:
     ledger.hold(make_lease("b" * 16, began_s=tomorrow, not_after_s=int(tomorrow) + 100))
 
 
-def test_a_run_has_a_cap_over_all_its_days() -> None:
-    ledger = roomy(gpu_minutes_per_run=3.0)
+def test_a_run_has_a_cap_over_all_its_days(make: Make) -> None:
+    ledger = make(limits=MANY, budget=BudgetConfig(gpu_minutes_per_run=3.0))
     ledger.hold(make_lease(run="r"))
     ledger.settle("a" * 16, NOON_S + 100)
     tomorrow = next_day_s(NOON_S)
@@ -170,8 +199,8 @@ def test_a_run_has_a_cap_over_all_its_days() -> None:
     ledger.hold(make_lease("b" * 16, run="other", began_s=tomorrow, not_after_s=int(tomorrow) + 100))
 
 
-def test_only_so_many_machines_may_be_alive() -> None:
-    ledger = Ledger(CloudConfig(limits=LimitsConfig(max_live_machines=2)))
+def test_only_so_many_machines_may_be_alive(make: Make) -> None:
+    ledger = make(limits=LimitsConfig(max_live_machines=2))
     for lease_id in ("a" * 16, "b" * 16):
         ledger.hold(make_lease(lease_id))
     with pytest.raises(BudgetRefused, match="2 machines may be alive"):
@@ -214,7 +243,17 @@ def test_history_runs_and_forecast(ledger: Ledger) -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 400), st.booleans()), max_size=12))
 def test_sums_are_those_of_the_leases(steps: list[tuple[int, float, bool]]) -> None:
     """Running totals and leases never disagree, however holds, settlements and releases follow one another."""
-    ledger = Ledger(CloudConfig(limits=MANY), "sqlite://")
+    sums_follow_leases(Ledger(CloudConfig(limits=MANY), "sqlite://"), steps)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_are_those_of_the_leases_on_a_server(seed: int, postgres: Server) -> None:
+    chance = random.Random(seed)
+    steps = [(chance.randrange(6), 400 * chance.random(), chance.random() < 0.5) for _ in range(12)]
+    sums_follow_leases(Ledger(CloudConfig(limits=MANY), postgres.make_url()), steps)
+
+
+def sums_follow_leases(ledger: Ledger, steps: Sequence[tuple[int, float, bool]]) -> None:
     for number, (which, seconds, is_release) in enumerate(steps):
         try:
             ledger.hold(make_lease(str(number)))
@@ -226,6 +265,7 @@ def test_sums_are_those_of_the_leases(steps: list[tuple[int, float, bool]]) -> N
     leases = ledger.leases_since("0")
     assert ledger.day(day_of(NOON_S)).charged == sum((lease.amount for lease in leases), Amount())
     assert ledger.day(day_of(NOON_S)).charged.usd_micros >= 0
+    ledger.close()
 
 
 # --- crashes and races ---
@@ -240,17 +280,23 @@ from hotlap.errors import BudgetRefused
 settings = load_cloud()
 Ledger(settings).close()
 ready, go = os.pipe()
+hear, tell = os.pipe()
 pids = []
 for number in range(int(sys.argv[1])):
     if (pid := os.fork()) == 0:
         os.close(go)
+        ledger = Ledger(settings)
+        os.write(tell, b"x")
         os.read(ready, 1)  # until the parent closes its end: all at once
         try:
-            Ledger(settings).hold(make_lease(f"{number:016x}", gpu_s=300, usd_micros=300_000))
+            lease_id = f"{int(sys.argv[2]) + number:016x}"
+            ledger.hold(make_lease(lease_id, gpu_s=300, usd_micros=300_000))
         except BudgetRefused:
             os._exit(3)
         os.kill(os.getpid(), signal.SIGKILL)
     pids.append(pid)
+for _ in pids:
+    os.read(hear, 1)
 os.close(go)
 print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 """
@@ -258,32 +304,46 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 returns; who loses exits 3."""
 
 
-@pytest.mark.parametrize(("num", "room"), [(1, 1), (2, 1), (50, 7)])
-def test_of_those_who_race_for_the_last_minutes_so_many_win_as_fit(num: int, room: int, home: Path) -> None:
-    """And a hold that returned is on the disk, whatever becomes of the process."""
+def cloud_toml(home: Path, url: str, room: int) -> None:
     home.mkdir(exist_ok=True)
     (home / "cloud.toml").write_text(
         f"[limits]\nmax_live_machines = 100\n[budget]\ngpu_minutes_per_day = {room * 5 + 4.0}\n"
+        f'usd_per_day = 100.0\n[ledger]\nurl = "{url}"\n'
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    argv = [sys.executable, "-c", HOLDERS, str(num)]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    codes = json.loads(done.stdout)
+
+
+def start_holders(home: Path, num: int, first: int = 0) -> "subprocess.Popen[str]":
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "HOTLAP_HOME": str(home)}
+    argv = [sys.executable, "-c", HOLDERS, str(num), str(first)]
+    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def codes_of(process: "subprocess.Popen[str]") -> list[int]:
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    return json.loads(out)
+
+
+@pytest.mark.parametrize(("num", "room"), [(1, 1), (2, 1), (50, 7)])
+def test_of_those_who_race_for_the_last_minutes_so_many_win_as_fit(num: int, room: int, home: Path, url: str) -> None:
+    """And a hold that returned is on the disk, whatever becomes of the process."""
+    cloud_toml(home, url, room)
+    codes = codes_of(start_holders(home, num))
     assert (codes.count(-signal.SIGKILL), codes.count(3)) == (room, num - room)
-    ledger = Ledger(CloudConfig())
+    ledger = Ledger(CloudConfig(), url)
     assert ledger.day(day_of(NOON_S)).charged.gpu_s == 300 * room and len(ledger.open_leases()) == room
+    ledger.close()
 
 
-def test_sqlite_syncs_every_commit(ledger: Ledger, home: Path) -> None:
+def test_sqlite_syncs_every_commit(file_ledger: Ledger, home: Path) -> None:
     """WAL with synchronous=FULL: the log is synced before a commit returns."""
-    with ledger._reading() as db:
+    with file_ledger._reading() as db:
         assert db.exec_driver_sql("PRAGMA synchronous").scalar() == 2
         assert db.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
 
 
-def test_a_torn_tail_counts_what_was_committed(ledger: Ledger, home: Path) -> None:
-    ledger.hold(make_lease())
+def test_a_torn_tail_counts_what_was_committed(file_ledger: Ledger, home: Path) -> None:
+    file_ledger.hold(make_lease())
     wal = home / "ledger.sqlite-wal"
     with wal.open("ab") as file:
         file.write(b"\x37" * 4096)
@@ -295,8 +355,8 @@ def test_a_torn_tail_counts_what_was_committed(ledger: Ledger, home: Path) -> No
     assert torn.day(day_of(NOON_S)).charged == Amount(100, 100_000)
 
 
-def test_a_damaged_book_is_refused_in_words(ledger: Ledger, home: Path) -> None:
-    ledger.close()
+def test_a_damaged_book_is_refused_in_words(file_ledger: Ledger, home: Path) -> None:
+    file_ledger.close()
     (home / "ledger.sqlite").write_bytes(b"this is no database at all" * 400)
     for name in ("ledger.sqlite-wal", "ledger.sqlite-shm"):
         (home / name).unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from hotlap.cloud.machine_files import MachineFolder
 from hotlap.cloud.provider import Machine, Start, Tags
 from hotlap.errors import NotCreated, ProviderFailed
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 STUBBORN = """
 import os, signal, time

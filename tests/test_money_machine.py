@@ -20,7 +20,7 @@ from hotlap.testing.containers import Job
 from hotlap.testing.faults import Fault
 from hotlap.testing.machines import Pod
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 SECRET = "full-key"
 RICH = CloudConfig(

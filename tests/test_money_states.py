@@ -21,7 +21,7 @@ from hotlap.errors import HotlapError
 from hotlap.testing.containers import Job
 from hotlap.testing.faults import Fault
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 PLANTED = "planted-secret-value"
 PASSING: list[tuple[Any, str, float]] = [

@@ -290,8 +290,14 @@ def test_opening_needs_no_tokenizer(f4: Path, tmp_path: Path, home: Path) -> Non
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("harm", ["missing", "short", "manifest"])
-def test_a_damaged_data_set_is_built_anew(f4: Path, tmp_path: Path, harm: str) -> None:
+def _flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", ["missing", "short", "manifest", "flipped", "flipped chunk"])
+def test_a_damaged_data_set_is_built_anew(f4: Path, tmp_path: Path, home: Path, harm: str) -> None:
     source = write_jsonl(tmp_path / "x.jsonl", f3_rows())
     first = pack(source, f4, seq_len=64).train
     before = first.tokens_NT.copy()
@@ -300,9 +306,14 @@ def test_a_damaged_data_set_is_built_anew(f4: Path, tmp_path: Path, harm: str) -
         (folder / "segments.bin").unlink()
     elif harm == "short":
         os.truncate(folder / "tokens.bin", 8)
-    else:
+    elif harm == "manifest":
         (folder / "manifest.json").write_text("{}")
-    assert open_packed(first.fingerprint) is None
+    else:  # sizes do not show it
+        (chunk,) = (home / "tokenized").glob("*.chunks/00000")
+        _flip_a_bit(chunk / "tokens.bin" if harm == "flipped chunk" else folder / "is_trained.bin")
+        if harm == "flipped chunk":  # and the rows must be made from it again
+            durable.remove_tree(folder)
+    assert "flipped" in harm or open_packed(first.fingerprint) is None
     said: list[str] = []
     again = pack(source, f4, said.append, seq_len=64).train
     assert (again.tokens_NT == before).all() and any("damaged" in text for text in said)

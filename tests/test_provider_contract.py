@@ -14,7 +14,7 @@ from hotlap.cloud.provider import LogPage, Machine, Offer, Provider, Start, Tags
 from hotlap.config import LocalConfig
 from hotlap.errors import HotlapError, NotCreated
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 SLEEP = "import time; print('one', flush=True); time.sleep(60)"
 

@@ -24,7 +24,7 @@ from hotlap.cloud.reaper import Reaper, Report, doomed, lease_of, unseen, warnin
 from hotlap.config import CloudConfig
 from hotlap.errors import ProviderFailed, Survivors, UsageError
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 NOW_S = 1_000_000.0
 

@@ -4,15 +4,17 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+import httpx
+import openapi
 import pytest
 
-from hotlap.cloud import runpod
-from hotlap.cloud.provider import ListingBroken, Offer, Start, Tags
+from hotlap.cloud import boot, rental, runpod
+from hotlap.cloud.provider import ListingBroken, Offer, Start, Tags, Where
+from hotlap.cloud.quota import Quota
 from hotlap.cloud.runpod import Runpod
-from hotlap.cloud.runpod_shapes import EventReader, create_body, in_older_words, machine_of, problem_of
+from hotlap.cloud.runpod_shapes import EventReader, create_body, machine_of, problem_of
 from hotlap.errors import (
     AmbiguousCreate,
     ConfigError,
@@ -22,18 +24,24 @@ from hotlap.errors import (
     NotCreated,
     ProviderFailed,
     RateLimited,
+    UsageError,
 )
 from hotlap.testing.fake_clock import FakeClock
 from hotlap.testing.fake_runpod import FakeRunpod
 from hotlap.testing.faults import Fault
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
-SPEC = Path(__file__).parent.parent.parent / "shared" / "runpod" / "openapi-v2.json"
 CREATE, LIST, DELETE = "POST /v2/pods", "GET /v2/pods", "DELETE /v2/pods/{id}"
 OFFER = Offer("runpod", "NVIDIA L40S", None, 860_000, cloud="SECURE")
 TAGS = Tags("00aa" * 4, "me", "nonce", 1_800_000_400)
 START = Start(("python3", "-c", "print(\"quoted 'words'\")"), {"HOTLAP_CAP_S": "100"}, image="img@sha256:0")
+
+
+def hold_against_the_file(request: httpx.Request) -> None:
+    """Every request of this file's tests is one that the provider's API file describes."""
+    request.read()
+    assert openapi.complaints(request) == []
 
 
 @pytest.fixture
@@ -44,6 +52,8 @@ def open_client() -> Iterator[Callable[..., tuple[Runpod, FakeRunpod]]]:
         cloud = FakeRunpod(FakeClock(), faults=faults, **options)
         cloud.__enter__()
         opened.append((Runpod(key, cloud.url, sleep_s=cloud.advance), cloud))
+        if openapi.SPEC.exists():
+            opened[-1][0]._http.event_hooks["request"].append(hold_against_the_file)
         return opened[-1]
 
     yield start
@@ -91,14 +101,44 @@ def test_no_setting_can_take_the_place_of_a_tag() -> None:
     assert env["HOTLAP_NOT_AFTER"] == str(TAGS.not_after_s)
 
 
-def test_bodies_fit_the_specification() -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    if not SPEC.exists():
-        pytest.skip("the provider's API file is not here; the exact body above stands for it")
-    spec = json.loads(SPEC.read_text())
-    schema = {"$ref": "#/components/schemas/CreatePodRequest", "components": spec["components"]}
-    for start in (START, replace(START, volume_id="v")):
-        jsonschema.Draft202012Validator(schema).validate(in_older_words(create_body(OFFER, TAGS, start)))
+@pytest.mark.skipif(not openapi.SPEC.exists(), reason="the provider's API file is not here; bodies above stand for it")
+@pytest.mark.parametrize(
+    ("method", "path", "body", "says"),
+    [
+        ("POST", "/v2/pods", {"name": "n", "image": "i", "ttl": 5}, "ttl"),
+        ("POST", "/v2/pods", {"name": "n", "image": "i", "disk": "20"}, "is not of type"),
+        ("POST", "/v2/pods", {"name": "n", "image": "i", "cmd": [1]}, "no list of words"),
+        ("POST", "/v2/pods", None, "body is required"),
+        ("GET", "/v2/pods?status=RUNNING", None, "query status is unknown"),
+        ("GET", "/v2/catalog/gpus?include=STOCK", None, "'STOCK' is not one of"),
+        ("GET", "/v2/pods/x/logs?tail=9000", None, "9000 is greater"),
+        ("DELETE", "/v2/pods", None, "no such operation"),
+        ("POST", "/v2/pods/x/action", {"action": "explode"}, "is not one of"),
+    ],
+)
+def test_the_file_finds_fault_with_what_is_wrong(method: str, path: str, body: Any, says: str) -> None:
+    request = httpx.Request(method, f"https://api.runpod.io{path}", json=body)
+    assert any(says in words for words in openapi.complaints(request)), openapi.complaints(request)
+
+
+@pytest.mark.skipif(not openapi.SPEC.exists(), reason="the provider's API file is not here")
+def test_what_boot_sends_to_end_its_machine_is_in_the_file() -> None:
+    """Delete, else stop; `hold_against_the_file` sees the client only."""
+    sent: list[tuple[str, str, bytes | None]] = []
+
+    def call(method: str, url: str, key: str, action: bytes | None) -> int:
+        sent.append((method, url, action))
+        return 403
+
+    before, boot._call = boot._call, call
+    try:
+        boot._end_machine("pod-7", "key", boot.Speaker(""))
+    finally:
+        boot._call = before
+    assert [(method, action) for method, _, action in sent] == [("DELETE", None), ("POST", b"stop")]
+    for method, url, action in sent:
+        body = {"action": action.decode()} if action else None
+        assert openapi.complaints(httpx.Request(method, url, json=body)) == []
 
 
 @pytest.mark.parametrize("profile", ["2026-08", "2026-10"])
@@ -385,10 +425,104 @@ def test_the_key_is_in_no_error(open_client: Open) -> None:
         assert "full-key" not in str(caught.value) and not re.search("Bearer", repr(caught.value))
 
 
-def test_a_volume_is_reached_from_the_secure_cloud_only(open_client: Open) -> None:
-    from hotlap.cloud import rental
+# --- where ---
 
-    client, _ = open_client()
+H100, L40S = "NVIDIA H100 80GB HBM3", "NVIDIA L40S"
+
+
+def make_volume(cloud: FakeRunpod, center: str = "EU-RO-1") -> str:
+    body = {"name": "data", "size": 10, "dataCenter": center}
+    headers = {"Authorization": "Bearer full-key"}
+    return httpx.post(f"{cloud.url}/network-volumes", json=body, headers=headers).json()["id"]
+
+
+def test_a_volume_is_reached_from_the_secure_cloud_of_its_data_center_only(open_client: Open) -> None:
+    client, cloud = open_client()
+    where = Where(make_volume(cloud))
     assert rental.offers_for(client, ())[0].cloud == "COMMUNITY"
-    assert rental.offers_for(client, (), "vol1")[0].cloud == "SECURE"
-    assert {offer.cloud for offer in rental.offers_for(client, ("NVIDIA L40S",), "vol1")} == {"SECURE"}
+    offers = [*rental.offers_for(client, (), where), *rental.offers_for(client, (L40S, H100), where)]
+    assert [(offer.gpu, offer.cloud, offer.region) for offer in offers] == [
+        ("NVIDIA GeForce RTX 4090", "SECURE", "EU-RO-1"),
+        (L40S, "SECURE", "EU-RO-1"),
+        (H100, "SECURE", "EU-RO-1"),
+    ]
+    start = replace(START, volume_id=where.volume_id)
+    assert client.create(offers[1], TAGS, start).state == "provisioning"
+    with pytest.raises(NotCreated, match="reached from the secure cloud in EU-RO-1 only"):
+        client.create(replace(offers[1], region="US-KS-2"), TAGS, start)
+
+
+def test_a_volume_s_data_center_without_such_a_gpu_fails_before_anything_is_held(open_client: Open) -> None:
+    client, cloud = open_client()
+    where = Where(make_volume(cloud))
+    cloud.account.sold_out.add((H100, "EU-RO-1"))
+    with pytest.raises(NoCapacity, match=f"lies in EU-RO-1, and there is no {H100} to be had there"):
+        rental.offers_for(client, (H100,), where)
+    assert [offer.has_stock for offer in rental.offers_for(client, (H100, L40S), where)] == [False, True]
+    assert cloud.calls(CREATE) == []
+
+
+def test_a_volume_that_is_nowhere_or_elsewhere_is_told(open_client: Open) -> None:
+    client, cloud = open_client()
+    with pytest.raises(UsageError, match="no network volume vol9"):
+        client.offers(where=Where("vol9"))
+    with pytest.raises(UsageError, match="lies in EU-RO-1, not in US-KS-2"):
+        client.offers(where=Where(make_volume(cloud), ("US-KS-2",)))
+
+
+def test_candidates_are_kinds_in_data_centers_in_the_order_asked_for(open_client: Open) -> None:
+    client, cloud = open_client()
+    cloud.account.sold_out.add((H100, "US-KS-2"))
+    offers = rental.offers_for(client, (H100, L40S), Where(regions=("US-KS-2", "EU-RO-1")))
+    assert [(offer.gpu, offer.region, offer.has_stock) for offer in offers] == [
+        (H100, "US-KS-2", False),
+        (H100, "EU-RO-1", True),
+        (L40S, "US-KS-2", True),
+        (L40S, "EU-RO-1", True),
+    ]
+    assert {offer.cloud for offer in offers} == {"SECURE"}
+    with pytest.raises(NoCapacity):
+        client.create(offers[0], TAGS, START)
+    assert client.create(offers[1], TAGS, START).machine_id
+
+
+def test_the_class_of_machines_can_be_chosen(open_client: Open) -> None:
+    client, _ = open_client()
+    assert {offer.cloud for offer in client.offers(where=Where(cloud="SECURE"))} == {"SECURE"}
+    assert [offer.usd_micros_per_hour for offer in client.offers(L40S, Where(cloud="COMMUNITY"))] == [790_000]
+
+
+# --- the quota ---
+
+
+def test_looking_stays_within_the_quota_and_leaves_room_to_terminate(open_client: Open) -> None:
+    """Two clients of one process read as fast as they can for three minutes: nobody is ever refused."""
+    _, cloud = open_client(per_minute=60)
+    turns = Quota(cloud.now_s, cloud.advance)
+    clients = [Runpod("full-key", cloud.url, cloud.advance, turns=turns) for _ in range(2)]
+    for number in range(120):
+        clients[number % 2].machines()
+        if number % 10 == 0:
+            at_s = cloud.now_s()
+            assert clients[0].terminate(f"p{number}") is False and cloud.now_s() == at_s
+    for client in clients:
+        client.close()
+    assert {call.status for call in cloud.requests} == {200, 404}
+    # 20 may leave at once; 30 a minute follow.
+    assert cloud.now_s() - 1_800_000_000.0 == pytest.approx((120 - 20 + 12) * 2.0, abs=2.0)
+    begun = [call.at_s for call in cloud.requests]
+    assert max(sum(at_s <= other < at_s + 60.0 for other in begun) for at_s in begun) <= 60
+
+
+def test_what_others_on_the_account_used_is_learned_from_an_answer() -> None:
+    now = [0.0]
+
+    def sleep_s(seconds: float) -> None:
+        now[0] += seconds
+
+    turns = Quota(lambda: now[0], sleep_s)
+    turns.learn({"RateLimit": '"minute";r=4;t=60, "hour";r=2999;t=60'})
+    turns.take(is_termination=True)
+    assert now[0] == 0.0
+    turns.take()
+    assert now[0] == pytest.approx((11 - 3) * 2.0)

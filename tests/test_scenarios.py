@@ -30,7 +30,7 @@ from hotlap.errors import (
 from hotlap.testing.containers import Birth, Job, crashing, scripted
 from hotlap.testing.faults import Fault
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 TTL_S = 310
 LATE_S = 3600.0

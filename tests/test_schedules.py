@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from schedules import draw, play
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -17,6 +17,8 @@ from contest import ROOT, micro, micro_contest
 from hotlap.errors import BadData, ConfigError, MissingArtifact, PinMismatch, UsageError
 from hotlap.speedrun import inputs, new_track, track
 
+pytestmark = pytest.mark.long
+
 RESEARCH = ROOT.parent / "shared" / "research" / "speedrun-techniques.md"
 
 

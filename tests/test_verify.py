@@ -17,7 +17,7 @@ from hotlap.errors import CorruptFile, Refused, RunChanged, RunLocked, UsageErro
 from hotlap.speedrun import records, replay, track, verify
 from hotlap.speedrun.verify import Sources
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.long, pytest.mark.torch]
 
 
 def sources(log: list[str] | None = None) -> Sources:

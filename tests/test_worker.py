@@ -12,7 +12,7 @@ from hotlap.cloud.provider import event_in
 from hotlap.config import RunConfig
 from hotlap.errors import ConfigError
 
-pytestmark = pytest.mark.money
+pytestmark = pytest.mark.long
 
 
 def order_of(cap_s: float = 60.0, **changes: object) -> str:

@@ -58,29 +58,34 @@ class ChildEnd:
 
 
 @dataclass
-class _Stops:
-    """Stop signals this process received while it watched."""
+class Stops:
+    """Stop signals this process received while it watched, and the children they are passed on to."""
 
-    process: "subprocess.Popen[str] | None" = None
+    processes: "set[subprocess.Popen[str]]" = field(default_factory=set)
     num_interrupts: int = 0
     was_asked: bool = False
     was_killed: bool = False
-    pending: list[int] = field(default_factory=list)
+    _told: set[int] = field(default_factory=set)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         self.was_asked = True
         self.num_interrupts += number == signal.SIGINT
-        if self.num_interrupts > 1:
-            self.was_killed = True
-            self.kill()
-        elif self.process is None:
-            self.pending.append(number)
-        else:
-            self.process.send_signal(signal.SIGTERM)
+        self.was_killed = self.num_interrupts > 1
+        for process in list(self.processes):
+            self._pass_on(process)
 
-    def kill(self) -> None:
-        if self.process is not None:
-            _kill_group(self.process.pid)
+    def watch(self, process: "subprocess.Popen[str]") -> None:
+        """From now on; what was received before, it receives at once."""
+        self.processes.add(process)
+        if self.was_asked and process.pid not in self._told:
+            self._pass_on(process)
+
+    def _pass_on(self, process: "subprocess.Popen[str]") -> None:
+        if self.was_killed:
+            _kill_group(process.pid)
+        else:
+            self._told.add(process.pid)
+            process.send_signal(signal.SIGTERM)
 
 
 def run_child(
@@ -89,40 +94,57 @@ def run_child(
     on_event: Callable[[Event], None] = lambda _event: None,
     on_talk: Callable[[str], None] = lambda _line: None,
     env: Mapping[str, str] | None = None,
+    stops: Stops | None = None,
 ) -> ChildEnd:
-    """Start a child, watch it to its end, and leave nothing of its process group behind."""
+    """Start a child, watch it to its end, and leave nothing of its process group behind.
+
+    Signals are received in the main thread only. A child watched in another thread takes `stops`, for which the main
+    thread is in `passing_on_stops`.
+    """
+    if stops is None:
+        with passing_on_stops() as stops:
+            return _watch(argv, deadline, on_event, on_talk, env, stops)
+    return _watch(argv, deadline, on_event, on_talk, env, stops)
+
+
+def _watch(
+    argv: Sequence[str],
+    deadline: clock.Deadline,
+    on_event: Callable[[Event], None],
+    on_talk: Callable[[str], None],
+    env: Mapping[str, str] | None,
+    stops: Stops,
+) -> ChildEnd:
     started_s = clock.monotonic_s()
-    with _passing_on_stops() as stops:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=env,
-            start_new_session=True,
-        )
-        stops.process = process
-        for number in stops.pending:
-            process.send_signal(number)
-        assert process.stdout and process.stderr
-        lines: queue.Queue[tuple[str, str]] = queue.Queue(_LINES_AT_ONCE)
-        readers = [_reader("event", process.stdout, lines), _reader("talk", process.stderr, lines)]
-        listener = _Listener(on_event, on_talk)
-        did_overrun = False
-        try:
-            while process.poll() is None:
-                listener.hear(lines, timeout_s=min(_POLL_S, deadline.remaining_s()))
-                if deadline.is_over() and process.poll() is None:
-                    did_overrun = True
-                    _kill_group(process.pid)
-                    process.wait()
-        finally:  # also when a listener raised: nobody would watch the child any more
-            _kill_group(process.pid)
-            process.wait()
-        wall_s = clock.monotonic_s() - started_s
-        listener.hear_out(lines, readers)
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=env,
+        start_new_session=True,
+    )
+    stops.watch(process)
+    assert process.stdout and process.stderr
+    lines: queue.Queue[tuple[str, str]] = queue.Queue(_LINES_AT_ONCE)
+    readers = [_reader("event", process.stdout, lines), _reader("talk", process.stderr, lines)]
+    listener = _Listener(on_event, on_talk)
+    did_overrun = False
+    try:
+        while process.poll() is None:
+            listener.hear(lines, timeout_s=min(_POLL_S, deadline.remaining_s()))
+            if deadline.is_over() and process.poll() is None:
+                did_overrun = True
+                _kill_group(process.pid)
+                process.wait()
+    finally:  # also when a listener raised: nobody would watch the child any more
+        _kill_group(process.pid)
+        process.wait()
+        stops.processes.discard(process)
+    wall_s = clock.monotonic_s() - started_s
+    listener.hear_out(lines, readers)
     code = INTERRUPTED if stops.was_killed else OVERRAN if did_overrun else process.returncode
     return ChildEnd(code, process.pid, wall_s, listener.result, "\n".join(listener.talk), stops.was_asked)
 
@@ -185,8 +207,9 @@ def _reader(kind: str, stream: IO[str], lines: "queue.Queue[tuple[str, str]]") -
 
 
 @contextmanager
-def _passing_on_stops() -> Generator[_Stops]:
-    stops = _Stops()
+def passing_on_stops() -> Generator[Stops]:
+    """Stop signals go to the children that are watched with what this yields. For the main thread."""
+    stops = Stops()
     previous = {
         number: signal.signal(number, stops.handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }

@@ -31,10 +31,13 @@
     │   ├── Diverged               diverged
     │   ├── OutOfMemory            oom
     │   └── ChildCrashed           crash
-    └── StorageFailed          7   disk_full, read_only, volume_gone
-        ├── DiskFull               disk_full
-        ├── ReadOnlyVolume         read_only
-        └── VolumeGone             volume_gone
+    ├── StorageFailed          7   disk_full, read_only, volume_gone
+    │   ├── DiskFull               disk_full
+    │   ├── ReadOnlyVolume         read_only
+    │   └── VolumeGone             volume_gone
+    └── NotProven              8   fail, undecided
+        ├── ProofFailed            fail
+        └── Undecided              undecided
 
 A class fixes the exit code and the reason word; `--json` output and the last line on stderr carry both.
 Exit codes that are no errors: 0 done, 8 not proven, 75 slice over (call again), 124 overran its cap, 130 second Ctrl-C.
@@ -237,6 +240,25 @@ class ReadOnlyVolume(StorageFailed):
 
 class VolumeGone(StorageFailed):
     reason = "volume_gone"
+
+
+class NotProven(HotlapError):
+    """A claim was examined and does not stand, or cannot be examined here."""
+
+    exit_code = 8
+    reason = "undecided"
+
+
+class ProofFailed(NotProven):
+    """The fresh runs do not bear the claim out."""
+
+    reason = "fail"
+
+
+class Undecided(NotProven):
+    """The machine is too noisy, or too many runs were lost, to say anything."""
+
+    reason = "undecided"
 
 
 _STORAGE_ERRORS: dict[int, tuple[type[StorageFailed], str]] = {

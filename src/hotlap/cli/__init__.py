@@ -20,9 +20,11 @@ from hotlap.cli.machines import machines
 from hotlap.cli.prefetch import prefetch
 from hotlap.cli.preview import preview
 from hotlap.cli.reap import reap
+from hotlap.cli.research import research
 from hotlap.cli.runs import logs, runs, stop
 from hotlap.cli.speedrun import speedrun
 from hotlap.cli.train import train
+from hotlap.cli.volume import pull, volume
 from hotlap.errors import HotlapError
 
 # Errors that come from a path somebody gave us, when they were not met while writing (those are `StorageFailed`).
@@ -40,23 +42,9 @@ def cli() -> None:
     """
 
 
-for command in (
-    demo,
-    init,
-    doctor,
-    prefetch,
-    preview,
-    train,
-    runs,
-    logs,
-    stop,
-    generate,
-    launch,
-    machines,
-    reap,
-    budget,
-    speedrun,
-):
+_HERE = (demo, init, doctor, prefetch, preview, train, runs, logs, stop, generate, research, speedrun)
+_RENTED = (launch, machines, reap, budget, volume, pull)
+for command in (*_HERE, *_RENTED):
     cli.add_command(command)
 
 

@@ -30,6 +30,9 @@ class Extra:
 
 EXTRAS = (
     Extra("train", "training, generating, converting models"),
+    Extra("postgres", "a ledger that several machines share"),
+    Extra("volume", "files of a network volume: hotlap volume, hotlap pull"),
+    Extra("report", "charts of studies, drawn anew after every run"),
     Extra("bench", "running the benchmarks that measure against other projects"),
     Extra("dev", "running the tests and the checks of style and types"),
 )
@@ -43,7 +46,10 @@ Example:
 )
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def doctor(as_json: bool) -> None:
-    """Tell what works here: machine, disk, torch, limits, models, extras. Starts no training and uses no network."""
+    """Tell what works here: machine, disk, torch, limits, models, extras.
+
+    Starts no training. Where there is a key to rent with, its provider is asked what it opens; else no network is used.
+    """
     report = examine()
     if as_json:
         click.echo(json.dumps(report, indent=1))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,11 @@ from hotlap import clock, durable
 
 if TYPE_CHECKING:
     from hotlap.cli.progress import SliceProgress
-    from hotlap.cloud.launcher import LeaseEnd, Stops
-    from hotlap.cloud.rental import WorstCase
-    from hotlap.config import RunConfig
+    from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, Stops
+    from hotlap.cloud.preparing import Preparation
+    from hotlap.cloud.provider import Offer, Provider
+    from hotlap.cloud.rental import ChainEnd, WorstCase
+    from hotlap.config import CloudConfig, RunConfig
 
 _START_PATIENCE_S = 30.0
 
@@ -35,12 +38,15 @@ Example:
 @click.option("--slices", "num_slices", default=1, show_default=True, help="At most so many, each on its own machine.")
 @click.option("--gpu", "gpus", multiple=True, help="Kind of GPU; several are tried in this order.  [default: cheapest]")
 @click.option("--volume-id", help="Network volume on which run and data lie.")
-@click.option("--image", help="Container image with hotlap in it.  [default: from cloud.toml]")
+@click.option("--data-center", "regions", multiple=True, help="Where to rent; several are tried in this order.")
+@click.option("--cloud", "tier", type=click.Choice(["secure", "community"]), help="Class of machines.  [default: any]")
+@click.option("--image", help="Container image with Python 3.11 and torch.  [default: from cloud.toml]")
 @click.option("--base-model", help="As the machine finds it: a folder, a hub id, a package, or a short name.")
 @click.option("--dataset", help="A JSONL file, as the machine finds it.")
 @click.option("--output-dir", help="Folder in which runs have theirs.  [default: runs]")
 @click.option("--run", "run_name", help="Name of the run; the same name resumes.  [default: from the settings]")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting, as in lora.rank=32.")
+@click.option("--prepare", "only_prepares", is_flag=True, help="Install, prefetch and pack on the volume; no slice.")
 @click.option("--detach", is_flag=True, help="Leave a process behind that sees to it, and return.")
 @click.option("--dry-run", is_flag=True, help="Print the worst case and rent nothing.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
@@ -51,12 +57,15 @@ def launch(
     num_slices: int,
     gpus: tuple[str, ...],
     volume_id: str | None,
+    regions: tuple[str, ...],
+    tier: str | None,
     image: str | None,
     base_model: str | None,
     dataset: str | None,
     output_dir: str | None,
     run_name: str | None,
     overrides: tuple[str, ...],
+    only_prepares: bool,
     detach: bool,
     dry_run: bool,
     as_json: bool,
@@ -65,10 +74,14 @@ def launch(
 
     Each slice has a machine of its own: its worst case is held before the machine is made, the machine is ended and
     proven dead, and what it cost is booked. Exits as the last slice did. CONFIG is a TOML file.
+
+    What a slice needs is brought to a network volume first, and once: this hotlap, its environment, the model and the
+    packed data.
     """
     del job  # the one kind there is
     from hotlap.cloud import launches, rental
     from hotlap.cloud.ledger import Ledger
+    from hotlap.cloud.provider import Where
     from hotlap.config import load_cloud, load_run
 
     flags = {"base_model": base_model, "dataset": dataset, "output_dir": output_dir, "run": run_name}
@@ -79,24 +92,72 @@ def launch(
     run = settings.run_name
     if rental.is_done(settings, rented_from, launches.last_outcome(run, ledger)):
         return _tell(as_json, run, 0, "done", f"{run} is done; nothing is rented. Something else needs --run NAME", [])
-    if provider == "local":
-        from hotlap import guard
-
-        guard.require_not_serving(cloud)
-    plan = rental.job_of(settings, rented_from, volume_id, image or cloud.runpod.image)
-    offers = rental.offers_for(rented_from, gpus, volume_id)
-    worst = rental.worst_case(offers, plan, rented_from, num_slices, cloud)
+    _require_a_place(rented_from, volume_id, cloud)
+    offers = rental.offers_for(rented_from, gpus, Where(volume_id, regions, tier.upper() if tier else None))
+    work = _work_of(settings, rented_from, volume_id, image or cloud.runpod.image, only_prepares)
+    jobs = work.jobs(num_slices := 0 if only_prepares else num_slices)
+    if not jobs:
+        return _tell(as_json, run, 0, "done", "a local machine has it all; nothing is to be prepared", [])
+    worst = rental.worst_case(offers, jobs, rented_from, cloud)
     if dry_run:
         return _tell_worst(worst, run, as_json)
-    click.echo(_in_words(worst, provider, num_slices), err=True)
+    click.echo(_in_words(worst, provider, worst.num_machines), err=True)
     launches.require_no_other(run)
     if detach:
         return _leave_behind(run, as_json)
     launches.record(run)
     with _stops() as stops, _Display(settings) as display:
         launcher = rental.launcher_of(rented_from, ledger, cloud, stops, display.on_event, display.say)
-        end = rental.chain(launcher, plan, offers, num_slices, display.on_lease_end)
+        end = _run(launcher, work, offers, num_slices, display)
     return _tell(as_json, run, rental.leave_code(stops.is_pressed(), end), end.reason, end.message, list(end.leases))
+
+
+@dataclass(frozen=True)
+class _Work:
+    slice_job: "Job"
+    preparation: "Preparation | None"
+    """What must be brought to the volume first; None where all is there."""
+
+    def jobs(self, num_slices: int) -> "list[Job]":
+        return [*(self.preparation.jobs if self.preparation else ()), *[self.slice_job] * num_slices]
+
+
+def _require_a_place(provider: "Provider", volume_id: str | None, settings: "CloudConfig") -> None:
+    """Somewhere to train that disturbs nobody, and somewhere for what is trained."""
+    from hotlap import guard
+    from hotlap.cloud import rental
+
+    if provider.traits.name == "local":
+        guard.require_not_serving(settings)
+    rental.require_volume(provider.traits, volume_id)
+
+
+def _work_of(
+    settings: "RunConfig", provider: "Provider", volume_id: str | None, image: str | None, again: bool
+) -> _Work:
+    from hotlap.cloud import parcel, preparing, rental
+
+    if volume_id is None or provider.traits.name == "local":
+        return _Work(rental.local_job(settings, provider.traits), None)
+    sent = parcel.pack()
+    job = preparing.slice_job(settings, sent, volume_id, image, provider.traits)
+    if preparing.is_prepared(volume_id, settings.run_name, sent) and not again:
+        return _Work(job, None)
+    return _Work(job, preparing.preparation(settings, sent, volume_id, image, provider.traits))
+
+
+def _run(launcher: "Launcher", work: _Work, offers: "list[Offer]", num_slices: int, display: "_Display") -> "ChainEnd":
+    from hotlap.cloud import preparing, rental
+
+    if work.preparation is None:
+        return rental.chain(launcher, work.slice_job, offers, num_slices, display.on_lease_end)
+    ready = preparing.prepare(launcher, work.preparation, offers, display.on_lease_end)
+    click.echo(f"preparing the volume cost {ready.cost.text()}", err=True)
+    if not ready.is_whole or num_slices == 0:
+        code, reason, message = rental.answer_of(ready.leases[-1])
+        return rental.ChainEnd(code, reason, message or "the volume is prepared", ready.leases)
+    end = rental.chain(launcher, work.slice_job, offers, num_slices, display.on_lease_end)
+    return replace(end, leases=(*ready.leases, *end.leases))
 
 
 class _Display:
@@ -113,8 +174,10 @@ class _Display:
         self._close()
 
     def on_event(self, event: dict[str, Any]) -> None:
-        from hotlap.cli.progress import SliceProgress
+        from hotlap.cli.progress import SliceProgress, plain
 
+        if event["event"] == "arrived":
+            click.echo(f"on the volume: {plain(str(event.get('step')))}, {event.get('seconds')} s", err=True)
         if event["event"] == "start":
             self._close()
             self._progress = SliceProgress(self._settings).__enter__()

@@ -13,10 +13,10 @@ from hotlap import clock
 from hotlap.cloud import receipts
 from hotlap.cloud.lease import Lease
 from hotlap.cloud.ledger import Ledger
-from hotlap.cloud.money import PRICE_TOLERANCE_PERCENT, rate_of, ttl_s, usd, worst_rate
+from hotlap.cloud.money import rate_of, ttl_s, worst_rate
 from hotlap.cloud.proof import Patience, end_all, ended_s
 from hotlap.cloud.provider import Listing, Machine, Offer, Provider, Start, Tags, Traits, event_in
-from hotlap.cloud.watch import End, Plan, Seen, end_of, hear, see
+from hotlap.cloud.watch import End, Plan, Seen, end_by_price, end_of, hear, see
 from hotlap.config import CloudConfig
 from hotlap.errors import (
     AmbiguousCreate,
@@ -354,14 +354,6 @@ def require_few(listing: Listing, owner: str, settings: CloudConfig) -> None:
             f"{settings.limits.max_live_machines} is the limit. Run: hotlap reap, or edit limits.max_live_machines in "
             f"cloud.toml."
         )
-
-
-def end_by_price(offer: Offer, price: int | None) -> End | None:
-    limit = offer.usd_micros_per_hour * (100 + PRICE_TOLERANCE_PERCENT)
-    if price is None or price * 100 <= limit:
-        return None
-    quoted = usd(offer.usd_micros_per_hour)
-    return End("price", f"it costs {usd(price)} an hour, and {quoted} was offered")
 
 
 def outcome_of(end: End | None) -> str:

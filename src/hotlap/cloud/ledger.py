@@ -1,25 +1,27 @@
 """The book of money: held for the worst case before a machine exists, settled after it is proven dead.
 
 Each budget is a database: a SQLite file, or any `postgresql://` URL that a team shares. Sums per day and per run are
-kept beside the leases, so that a hold costs the same after a hundred thousand of them.
+kept beside the leases, so that a hold costs the same after a hundred thousand of them. A server may restart in the
+middle: whatever was being written is written again on a new connection, unless it turns out to be there.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy import event, exc
+from sqlalchemy import exc
 from sqlalchemy.dialects import postgresql, sqlite
 
-from hotlap import durable
+from hotlap import clock
 from hotlap.clock import utc_text
+from hotlap.cloud.database import default_url, in_words, open_engine, shown, was_cut
 from hotlap.cloud.lease import Lease, LeaseState, Sum, day_of, next_day_s, overdue_s, require_room
 from hotlap.cloud.money import Amount
-from hotlap.config import CloudConfig, hotlap_home
-from hotlap.errors import CorruptFile, DiskFull, HotlapError, StorageFailed, VolumeGone
+from hotlap.config import CloudConfig
+
+T = TypeVar("T")
 
 _META = sa.MetaData()
 _LEASES = sa.Table(
@@ -72,16 +74,30 @@ _SELECT_SUMS = sa.select(_SUMS).where(
     )
 )
 _SUM_KEYS = ("gpu_s", "usd_micros", "debt_gpu_s", "debt_usd_micros")
+_MAKING_TABLES = 0x686F746C6170
+"""The advisory lock under which tables are made: two who do it at once would fail each other."""
+
+_RETRY_WAITS_S = (0.0, 1.0, 2.0, 4.0, 8.0)
+"""Before each repetition: a stale connection is replaced at once, a server's restart takes some seconds."""
 
 
 class Ledger:
-    def __init__(self, settings: CloudConfig, url: str | None = None) -> None:
-        self._settings = settings
-        self.place = _shown(url or settings.ledger.url or _default_url())
-        self._engine = _open(url or settings.ledger.url or _default_url())
+    def __init__(
+        self, settings: CloudConfig, url: str | None = None, sleep_s: Callable[[float], None] = clock.sleep_s
+    ) -> None:
+        """
+        Raises:
+            StorageFailed: the book cannot be opened. A wrong address fails at once; waiting would not correct it.
+        """
+        url = url or settings.ledger.url or default_url()
+        self._settings, self._sleep_s = settings, sleep_s
+        self.place = shown(url)
+        self._engine = open_engine(url)
         self._upsert = self._adding()
-        with self._words():
-            _META.create_all(self._engine)
+        with self._words(), self._engine.begin() as db:
+            if not self._is_sqlite:
+                db.execute(sa.select(sa.func.pg_advisory_xact_lock(_MAKING_TABLES)))
+            _META.create_all(db)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -94,7 +110,13 @@ class Ledger:
             RunLocked: another machine of this run may be alive.
         """
         lease = replace(lease, day=day_of(lease.began_s), state="held")
-        with self._writing() as db:
+
+        def write(db: sa.Connection, is_again: bool) -> None:
+            # Cut off after its commit, a hold is in the book already, and must not be refused for its own sake.
+            if is_again and _select_leases(
+                db, (_LEASES.c.lease_id == lease.lease_id) & (_LEASES.c.nonce == lease.nonce)
+            ):
+                return
             days, runs = _sums_of(db, lease.day, lease.run)
             open_leases = _as_leases(db.execute(_SELECT_OPEN))
             # Of the day that overdue leases overran in, which is today.
@@ -102,6 +124,8 @@ class Ledger:
             require_room(lease, days.charged + overdue, runs.charged, open_leases, self._settings)
             db.execute(_INSERT, vars(lease))
             self._add(db, lease, lease.day, lease.amount, Amount())
+
+        self._write(write)
         return lease
 
     def overrun_of(self, lease: Lease, now_s: float) -> Amount:
@@ -109,13 +133,13 @@ class Ledger:
         return lease.charge_at(now_s, overdue_s(self._settings)) - lease.amount
 
     def note_machine(self, lease_id: str, machine_id: str) -> None:
-        with self._writing() as db:
-            db.execute(_update(lease_id).values(machine_id=machine_id, state="held"))
+        statement = _update(lease_id).values(machine_id=machine_id, state="held")
+        self._write(lambda db, _is_again: db.execute(statement))
 
     def mark_unresolved(self, lease_id: str, note: str) -> None:
         """The create may have had its effect after all; the hold stays."""
-        with self._writing() as db:
-            db.execute(_update(lease_id).where(_IS_OPEN).values(state="unresolved", note=note))
+        statement = _update(lease_id).where(_IS_OPEN).values(state="unresolved", note=note)
+        self._write(lambda db, _is_again: db.execute(statement))
 
     def settle(
         self,
@@ -129,7 +153,8 @@ class Ledger:
 
         What was more than held is a debt of the day on which it is seen.
         """
-        with self._writing() as db:
+
+        def write(db: sa.Connection, _is_again: bool) -> Lease:
             lease = self._lease(db, lease_id)
             if not lease.is_open:
                 return lease
@@ -138,13 +163,16 @@ class Ledger:
             cost = rate.cost(ended_s - lease.began_s)
             return self._close(db, lease, cost, "settled", ended_s, outcome, note)
 
+        return self._write(write)
+
     def release(self, lease_id: str, now_s: float, note: str) -> Lease:
         """Give a hold back of which no machine came, nor will."""
-        with self._writing() as db:
+
+        def write(db: sa.Connection, _is_again: bool) -> Lease:
             lease = self._lease(db, lease_id)
-            if not lease.is_open:
-                return lease
-            return self._close(db, lease, Amount(), "released", now_s, None, note)
+            return self._close(db, lease, Amount(), "released", now_s, None, note) if lease.is_open else lease
+
+        return self._write(write)
 
     def _close(
         self,
@@ -263,15 +291,23 @@ class Ledger:
     def _is_sqlite(self) -> bool:
         return self._engine.dialect.name == "sqlite"
 
-    @contextmanager
-    def _writing(self) -> Generator[sa.Connection]:
-        """A transaction that no other writer overlaps."""
-        with self._words(), self._engine.begin() as db:
-            if not self._is_sqlite:
-                # SQLite locked the whole file at BEGIN IMMEDIATE; elsewhere one row stands for the budget.
-                db.execute(self._upsert, [{"kind": "lock", "name": "budget", **dict.fromkeys(_SUM_KEYS, 0)}])
-                db.execute(sa.select(_SUMS).where(_SUMS.c.kind == "lock").with_for_update())
-            yield db
+    def _write(self, work: Callable[[sa.Connection, bool], T]) -> T:
+        """Do the work in a transaction that no other writer overlaps. `work` is told whether it may have been done
+        before, on a connection that was cut while it was being committed."""
+        waits_s = list(_RETRY_WAITS_S)
+        is_again = False
+        while True:
+            try:
+                with self._engine.begin() as db:
+                    if not self._is_sqlite:
+                        # SQLite locked the whole file at BEGIN IMMEDIATE; elsewhere one row stands for the budget.
+                        db.execute(self._upsert, [{"kind": "lock", "name": "budget", **dict.fromkeys(_SUM_KEYS, 0)}])
+                    return work(db, is_again)
+            except exc.DBAPIError as error:
+                if self._is_sqlite or not was_cut(error) or not waits_s:
+                    raise in_words(self.place, str(error.orig)) from None
+            is_again = True
+            self._sleep_s(waits_s.pop(0))
 
     @contextmanager
     def _reading(self) -> Generator[sa.Connection]:
@@ -287,7 +323,7 @@ class Ledger:
         try:
             yield
         except exc.DBAPIError as error:
-            raise _in_words(self.place, str(error.orig)) from None
+            raise in_words(self.place, str(error.orig)) from None
 
 
 def _select_leases(db: sa.Connection, where: sa.ColumnElement[bool]) -> list[Lease]:
@@ -310,52 +346,3 @@ def _sums_of(db: sa.Connection, day: str, run: str) -> tuple[Sum, Sum]:
 
 def _as_sum(row: sa.Row[Any]) -> Sum:
     return Sum(row.name, Amount(row.gpu_s, row.usd_micros), Amount(row.debt_gpu_s, row.debt_usd_micros))
-
-
-# --- opening ---
-
-
-def _default_url() -> str:
-    return f"sqlite:///{hotlap_home() / 'ledger.sqlite'}"
-
-
-def _open(url: str) -> sa.Engine:
-    try:
-        parsed = sa.make_url(url)
-        if parsed.database and parsed.get_backend_name() == "sqlite":
-            durable.make_dirs(Path(parsed.database).parent)
-        engine = sa.create_engine(parsed, hide_parameters=True)
-    except (exc.ArgumentError, ImportError) as error:
-        what = _shown(url)
-        raise VolumeGone(f"The ledger {what} cannot be opened ({error}). Check ledger.url in cloud.toml.") from None
-    if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _set_up_sqlite)
-        event.listen(engine, "begin", _begin_immediately)
-    return engine
-
-
-def _set_up_sqlite(connection: Any, _record: object) -> None:
-    connection.isolation_level = None  # the driver would begin transactions of its own, too late to lock
-    for pragma in ("busy_timeout=30000", "journal_mode=WAL", "synchronous=FULL"):
-        connection.execute(f"PRAGMA {pragma}")
-
-
-def _begin_immediately(connection: sa.Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-
-def _shown(url: str) -> str:
-    """Without its password."""
-    try:
-        return sa.make_url(url).render_as_string(hide_password=True)
-    except exc.ArgumentError:
-        return "that ledger.url names"
-
-
-def _in_words(place: str, said: str) -> HotlapError:
-    if "disk is full" in said:
-        return DiskFull(f"The ledger {place} takes nothing more: no space is left. Free some; nothing was rented.")
-    if "malformed" in said or "not a database" in said:
-        return CorruptFile(f"The ledger {place} is damaged ({said}). Restore it; until then nothing is rented.")
-    first_line = (said.splitlines() or ["no answer"])[0]
-    return StorageFailed(f"The ledger {place} does not answer ({first_line}). Nothing is rented without it.")

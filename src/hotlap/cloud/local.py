@@ -14,7 +14,20 @@ from pathlib import Path
 from hotlap import clock, durable
 from hotlap.cloud import guardian
 from hotlap.cloud.machine_files import MachineFolder
-from hotlap.cloud.provider import Listing, ListingBroken, LogPage, Machine, Offer, Start, State, Tags, Traits, read_tags
+from hotlap.cloud.provider import (
+    ANYWHERE,
+    Listing,
+    ListingBroken,
+    LogPage,
+    Machine,
+    Offer,
+    Start,
+    State,
+    Tags,
+    Traits,
+    Where,
+    read_tags,
+)
 from hotlap.config import LocalConfig, hotlap_home
 from hotlap.errors import AmbiguousCreate, NotCreated, ProviderFailed
 
@@ -60,7 +73,8 @@ class LocalProvider:
     def traits(self) -> Traits:
         return TRAITS
 
-    def offers(self, gpu: str | None = None) -> list[Offer]:
+    def offers(self, gpu: str | None = None, where: Where = ANYWHERE) -> list[Offer]:
+        del where  # there is one place
         offer = Offer(
             provider="local",
             gpu="local",

@@ -49,6 +49,23 @@ class Offer:
 
 
 @dataclass(frozen=True)
+class Where:
+    """Where a machine may stand."""
+
+    volume_id: str | None = None
+    """Only where this network volume is reached."""
+
+    regions: tuple[str, ...] = ()
+    """Data centers, in the order in which they are tried. Empty: the provider's choice."""
+
+    cloud: str | None = None
+    """One of the provider's classes of machines. None: any."""
+
+
+ANYWHERE = Where()
+
+
+@dataclass(frozen=True)
 class Tags:
     """What a machine of ours carries, so that it can be found, judged and adopted without any file of ours."""
 
@@ -193,8 +210,13 @@ class Provider(Protocol):
     @property
     def traits(self) -> Traits: ...
 
-    def offers(self, gpu: str | None = None) -> list[Offer]:
-        """What can be rented, cheapest first; `gpu` narrows it to one kind. An unknown kind is an empty list."""
+    def offers(self, gpu: str | None = None, where: Where = ANYWHERE) -> list[Offer]:
+        """What can be rented there, cheapest first; `gpu` narrows it to one kind. Nothing fits: an empty list.
+        `has_stock` is that of the offer's region.
+
+        Raises:
+            UsageError: there is no such volume, or it is reached from none of these regions.
+        """
         ...
 
     def create(self, offer: Offer, tags: Tags, start: Start) -> Machine:

@@ -16,7 +16,7 @@ from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import TRAITS as LOCAL_TRAITS
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.money import Amount, loss_bound_s, rate_of, ttl_s, worst_rate
-from hotlap.cloud.provider import Offer, Provider, Start, Traits
+from hotlap.cloud.provider import ANYWHERE, Offer, Provider, Start, Traits, Where
 from hotlap.cloud.secrecy import redactor
 from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import (
@@ -51,6 +51,17 @@ def open_provider(name: str, settings: CloudConfig) -> Provider:
     return runpod.from_environment()
 
 
+def center_of(volume_id: str) -> str:
+    """The data center of a network volume.
+
+    Raises:
+        UsageError: there is no such volume.
+    """
+    from hotlap.cloud import runpod
+
+    return runpod.from_environment().center_of(volume_id)
+
+
 def configured(settings: CloudConfig) -> list[Provider]:
     """Every provider that this environment can reach: a sweep looks at all of them."""
     names = [name for name in NAMES if name == "local" or os.environ.get("RUNPOD_API_KEY")]
@@ -70,53 +81,56 @@ def owner_of(settings: CloudConfig) -> str:
     return f"uid-{os.getuid()}"
 
 
-def offers_for(provider: Provider, gpus: Sequence[str], volume_id: str | None = None) -> list[Offer]:
-    """In the order of the kinds that were asked for, each cheapest first; without any, the cheapest there is.
-    A network volume is reached from the secure cloud only.
+def offers_for(provider: Provider, gpus: Sequence[str], where: Where = ANYWHERE) -> list[Offer]:
+    """The candidates, in the order in which they are tried: kind after kind as they were asked for, each cheapest
+    first, in each of the data centers. Without any kind, the cheapest there is.
 
     Raises:
-        NoCapacity: there is no such kind.
+        UsageError: that volume cannot be reached.
+        NoCapacity: there is no such kind, or none in the one data center that reaches the volume.
     """
-
-    def reachable(gpu: str | None) -> list[Offer]:
-        return [offer for offer in provider.offers(gpu) if volume_id is None or offer.cloud != "COMMUNITY"]
-
-    if not gpus:
-        return reachable(None)[:1]
-    offers = [offer for gpu in gpus for offer in reachable(gpu)]
+    kinds: Sequence[str | None] = gpus or (None,)
+    offers = [offer for kind in kinds for offer in provider.offers(kind, where)]
+    wanted = " or ".join(gpus) or "machine of this kind"
     if not offers:
-        known = ", ".join(sorted({offer.gpu for offer in provider.offers()})) or "none"
-        raise NoCapacity(f"{provider.traits.name} offers no {' or '.join(gpus)}. It offers: {known}.")
+        known = ", ".join(sorted({offer.gpu for offer in provider.offers(None, where)})) or "none"
+        raise NoCapacity(f"{provider.traits.name} offers no {wanted} there. It offers: {known}.")
+    if where.volume_id is not None and all(offer.has_stock is False for offer in offers):
+        raise NoCapacity(
+            f"The volume {where.volume_id} lies in {offers[0].region}, and there is no {wanted} to be had there now. "
+            f"Nothing was rented: name other kinds with --gpu, or try later."
+        )
+    if not gpus:
+        # The cheapest that is there, in every place where it may stand.
+        there = [offer for offer in offers if offer.has_stock is not False] or offers
+        return [offer for offer in there if (offer.gpu, offer.cloud) == (there[0].gpu, there[0].cloud)]
     return offers
 
 
-def job_of(config: RunConfig, provider: Provider, volume_id: str | None, image: str | None) -> Job:
-    """What runs on the machine: boot, which runs the worker, which runs one slice.
-
-    Raises:
-        UsageError: what the slice saves would be lost with the machine.
+def require_volume(traits: Traits, volume_id: str | None) -> None:
     """
-    name = provider.traits.name
-    if provider.traits.needs_volume and volume_id is None:
+    Raises:
+        UsageError: what a slice saves would be lost with the machine.
+    """
+    if traits.needs_volume and volume_id is None:
         raise UsageError(
-            f"A slice on {name} without a volume would lose its checkpoints with the machine. Name one: --volume-id."
+            f"A slice on {traits.name} without a volume would lose its checkpoints with the machine. Name one: "
+            f"--volume-id."
         )
-    is_local = name == "local"
-    if is_local:
-        config = _found_anywhere(config)
-    cap_s = config.slice.cap_s
-    order = durable.canonical_json({"config": config.model_dump(mode="json"), "cap_s": cap_s})
-    python = sys.executable if is_local else "python3"
-    worker = (python, "-m", "hotlap.cloud.worker", order)
-    if is_local:
-        argv = (python, "-S", "-I", boot.__file__, *worker)
-    else:
-        from hotlap.cloud import runpod_shapes
 
-        argv = runpod_shapes.boot_argv(worker)
-    plan = plan_of(Job(config.run_name, cap_s, Start(argv)), provider.traits)
-    start = Start(argv, {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"}, image=image, volume_id=volume_id)
-    return Job(config.run_name, cap_s, start)
+
+def local_job(config: RunConfig, traits: Traits) -> Job:
+    """Boot, which runs the worker, which runs one slice, with this Python and this machine's files."""
+    config = _found_anywhere(config)
+    argv = (sys.executable, "-S", "-I", boot.__file__, *worker_of(config, sys.executable))
+    plan = plan_of(Job(config.run_name, config.slice.cap_s, Start(argv)), traits)
+    return Job(config.run_name, config.slice.cap_s, Start(argv, {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"}))
+
+
+def worker_of(config: RunConfig, python: str) -> tuple[str, ...]:
+    """The command of one slice."""
+    order = durable.canonical_json({"config": config.model_dump(mode="json"), "cap_s": config.slice.cap_s})
+    return (python, "-m", "hotlap.cloud.worker", order)
 
 
 def ttl_of(config: RunConfig, provider: Provider) -> int:
@@ -163,26 +177,23 @@ def launcher_of(
 class WorstCase:
     """What launching may cost, before anything is done."""
 
-    per_machine: Amount
+    total: Amount
     num_machines: int
     ttl_s: float
+    """Of the machine that may live longest."""
+
     loss: Amount
     """Beyond help: what one machine can cost at most if the launcher dies this second."""
 
-    @property
-    def total(self) -> Amount:
-        return Amount(self.per_machine.gpu_s * self.num_machines, self.per_machine.usd_micros * self.num_machines)
 
-
-def worst_case(
-    offers: Sequence[Offer], job: Job, provider: Provider, num_slices: int, settings: CloudConfig
-) -> WorstCase:
-    """For the dearest of the offers, since any of them may be taken."""
+def worst_case(offers: Sequence[Offer], jobs: Sequence[Job], provider: Provider, settings: CloudConfig) -> WorstCase:
+    """For the dearest of the offers, since any of them may be taken. The jobs run one after another."""
     traits = provider.traits
-    ttl = plan_of(job, traits).ttl_s
+    ttls = [plan_of(job, traits).ttl_s for job in jobs]
     rate = worst_rate(max((rate_of(offer) for offer in offers), key=lambda rate: rate.usd_micros_per_hour))
-    loss_s = loss_bound_s(ttl, settings.reaper.period_minutes * 60.0, traits)
-    return WorstCase(rate.cost(ttl), num_slices, ttl, rate.cost(loss_s))
+    loss_s = loss_bound_s(max(ttls), settings.reaper.period_minutes * 60.0, traits)
+    total = sum((rate.cost(ttl) for ttl in ttls), Amount())
+    return WorstCase(total, len(jobs), max(ttls), rate.cost(loss_s))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from urllib.parse import quote
 import httpx
 
 from hotlap import clock
-from hotlap.cloud import boot
-from hotlap.cloud.provider import Listing, ListingBroken, LogPage, Machine, Offer, Start, Tags, Traits
+from hotlap.cloud import boot, quota
+from hotlap.cloud.provider import ANYWHERE, Listing, ListingBroken, LogPage, Machine, Offer, Start, Tags, Traits, Where
+from hotlap.cloud.quota import Quota
 from hotlap.cloud.runpod_shapes import (
     KEY_VARIABLE,
     URL_VARIABLE,
@@ -30,7 +31,7 @@ from hotlap.cloud.runpod_shapes import (
     offers_in,
     problem_of,
 )
-from hotlap.errors import AmbiguousCreate, ConfigError, NoPermission, NotCreated, ProviderFailed
+from hotlap.errors import AmbiguousCreate, ConfigError, NoPermission, NotCreated, ProviderFailed, UsageError
 
 TRAITS = Traits(
     name="runpod",
@@ -65,8 +66,10 @@ class Runpod:
         sleep_s: Callable[[float], None] = clock.sleep_s,
         chance: random.Random | None = None,
         timeout_s: float = _TIMEOUT_S,
+        turns: Quota | None = None,
     ) -> None:
-        """
+        """`turns` is what requests wait for; None: they do not.
+
         Raises:
             ConfigError: the address would carry the key in the clear.
         """
@@ -77,6 +80,7 @@ class Runpod:
         self._url = url.rstrip("/")
         self._sleep_s = sleep_s
         self._chance = chance or random.Random()
+        self._turns = turns
         # Redirects and a proxy of the environment could carry the key elsewhere; neither is followed.
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {key}", "Accept": "application/json, text/event-stream"},
@@ -84,7 +88,17 @@ class Runpod:
             trust_env=False,
             verify=not self._url.startswith("http:"),  # loading certificates takes longer than all of a test
             follow_redirects=False,
+            event_hooks={"request": [self._wait_for_turn], "response": [self._learn]},
         )
+
+    def _wait_for_turn(self, request: httpx.Request) -> None:
+        if self._turns:
+            # Deleting, and unlocking before it, must not wait until all the looking is done.
+            self._turns.take(is_termination=request.method in ("DELETE", "PATCH"))
+
+    def _learn(self, answer: httpx.Response) -> None:
+        if self._turns:
+            self._turns.learn(answer.headers)
 
     @property
     def traits(self) -> Traits:
@@ -95,11 +109,43 @@ class Runpod:
 
     # --- the protocol ---
 
-    def offers(self, gpu: str | None = None) -> list[Offer]:
+    def offers(self, gpu: str | None = None, where: Where = ANYWHERE) -> list[Offer]:
+        regions = self._regions_of(where)
         params = {"include": "AVAILABILITY", "product": "POD"}
         entries = _rows_in(self._read("/catalog/gpus", params), "gpus")
-        found = [offer for entry in entries for offer in offers_in(entry) if gpu in (None, offer.gpu)]
+        found = [offer for entry in entries for offer in offers_in(entry, regions) if gpu in (None, offer.gpu)]
+        found = [offer for offer in found if where.cloud in (None, offer.cloud)]
+        # Of one price, in the order of the regions that were asked for.
         return sorted(found, key=lambda offer: offer.usd_micros_per_hour)
+
+    def center_of(self, volume_id: str) -> str:
+        """The data center that a network volume lies in; no other reaches it.
+
+        Raises:
+            UsageError: there is no such volume.
+        """
+        path = f"/network-volumes/{quote(volume_id, safe='')}"
+        answer = self._send("GET", path)
+        if not answer.is_success:
+            problem = _problem_in(answer)
+            if not problem.says_not_found:
+                raise failure(problem, f"read {path}")
+            raise UsageError(f"There is no network volume {volume_id}; the console lists those of this account.")
+        center = _object_in(answer).get("dataCenter")
+        if not isinstance(center, str) or not center:
+            raise ProviderFailed(f"RunPod does not say in which data center the volume {volume_id} lies.")
+        return center
+
+    def _regions_of(self, where: Where) -> tuple[str, ...]:
+        if where.volume_id is None:
+            return where.regions
+        center = self.center_of(where.volume_id)
+        if where.regions and center not in where.regions:
+            raise UsageError(
+                f"The volume {where.volume_id} lies in {center}, not in {' or '.join(where.regions)}, and is reached "
+                f"from there only. Leave --data-center out."
+            )
+        return (center,)
 
     def create(self, offer: Offer, tags: Tags, start: Start) -> Machine:
         body = create_body(offer, tags, start, self._url)
@@ -245,7 +291,7 @@ def from_environment(env: Mapping[str, str] = os.environ) -> Runpod:
     key = env.get(KEY_VARIABLE, "").strip()
     if not key:
         raise NoPermission(f"{KEY_VARIABLE} is not set: RunPod needs a key that may read and write pods.")
-    return Runpod(key, env.get(URL_VARIABLE) or boot.DEFAULT_URL)
+    return Runpod(key, env.get(URL_VARIABLE) or boot.DEFAULT_URL, turns=quota.SHARED)
 
 
 def _problem_in(answer: httpx.Response) -> Problem:

@@ -194,15 +194,20 @@ def _micros(dollars: object) -> int | None:
     return math.ceil(round(dollars * 1e6, 3)) if math.isfinite(dollars) and dollars > 0 else None
 
 
-def offers_in(entry: Mapping[str, Any]) -> list[Offer]:
+def offers_in(entry: Mapping[str, Any], regions: Sequence[str] = ()) -> list[Offer]:
+    """What a kind of GPU is rented out as. A named data center is one of the secure cloud."""
     prices = entry.get("price") or {}
+    stocks = {center["id"]: center.get("availability") for center in entry.get("dataCenters") or ()}
     found: list[Offer] = []
-    for cloud in ("SECURE", "COMMUNITY"):
+    for cloud in ("SECURE",) if regions else ("SECURE", "COMMUNITY"):
         price = _micros(prices.get(cloud.lower()))
-        if entry.get(cloud.lower()) and price is not None:
-            stock = entry.get("availability")
+        if not entry.get(cloud.lower()) or price is None:
+            continue
+        for region in regions or (None,):
+            # Centers without this kind are left out of the list.
+            stock = entry.get("availability") if region is None else stocks.get(region, "NONE")
             has_stock = None if stock is None else stock != "NONE"
-            found.append(Offer("runpod", entry["id"], None, price, cloud=cloud, has_stock=has_stock))
+            found.append(Offer("runpod", entry["id"], region, price, cloud=cloud, has_stock=has_stock))
     return found
 
 

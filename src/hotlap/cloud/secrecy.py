@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Mapping
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 _NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _SHORTEST = 6
@@ -13,8 +13,11 @@ _SHORTEST = 6
 def redactor(ledger_url: str | None = None, env: Mapping[str, str] | None = None) -> Callable[[str], str]:
     """A function that removes from a text the values of secret-looking variables and the ledger's password."""
     values = {value for name, value in (os.environ if env is None else env).items() if _NAMES.search(name)}
-    if ledger_url and (password := urlsplit(ledger_url).password):
-        values.add(password)
+    if ledger_url:
+        parts = urlsplit(ledger_url)
+        words = [parts.password or "", *(value for name, value in parse_qsl(parts.query) if _NAMES.search(name))]
+        # As it stands in the address, and as the server knows it.
+        values |= {word for password in words for word in (password, unquote(password))}
     # The longest first, lest a part of one is cut out of another.
     secrets = sorted((value for value in values if len(value) >= _SHORTEST), key=len, reverse=True)
 

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from hotlap.cloud.provider import LINE_PREFIX, Machine, event_in
+from hotlap.cloud.money import PRICE_TOLERANCE_PERCENT, usd
+from hotlap.cloud.provider import LINE_PREFIX, Machine, Offer, event_in
 
 HEARTBEAT_S = 10.0
 _MISSED_BEATS = 3
@@ -117,3 +118,11 @@ def _end_by_time(seen: Seen, plan: Plan, now_s: float) -> End | None:
     if seen.answered_s - seen.heard_s >= _MISSED_BEATS * HEARTBEAT_S:
         return End("silent", f"it said nothing for {seen.answered_s - seen.heard_s:.0f} s")
     return None
+
+
+def end_by_price(offer: Offer, price: int | None) -> End | None:
+    limit = offer.usd_micros_per_hour * (100 + PRICE_TOLERANCE_PERCENT)
+    if price is None or price * 100 <= limit:
+        return None
+    quoted = usd(offer.usd_micros_per_hour)
+    return End("price", f"it costs {usd(price)} an hour, and {quoted} was offered")

@@ -35,6 +35,19 @@ def facts_if_whole(folder: Path) -> dict[str, Any] | None:
     return manifest["facts"]
 
 
+def drop_if_damaged(folder: Path, say: Callable[[str], None]) -> bool:
+    """Read a published directory through and remove it if a byte is not what was written. Whether it is gone."""
+    if not folder.exists():
+        return True
+    try:
+        durable.verify(folder)
+    except CorruptFile as error:
+        say(f"{error} It is made anew.")
+        durable.remove_tree(folder)
+        return True
+    return False
+
+
 def build_once(final: Path, build: Callable[[Path], dict[str, Any]], say: Callable[[str], None]) -> None:
     """Publish `final` with what `build` writes (and syncs) into a new directory, unless it is whole by then.
 

@@ -14,7 +14,7 @@ import numpy as np
 from hotlap import artifacts, clock, durable
 from hotlap.config import RunConfig
 from hotlap.config_data import DataConfig, MixConfig
-from hotlap.data.cache import build_once
+from hotlap.data.cache import build_once, drop_if_damaged
 from hotlap.data.choose import Choice, choose, uses_seed
 from hotlap.data.facts import Facts
 from hotlap.data.left_out import TOO_LONG, LeftOut, Tally, table
@@ -204,7 +204,8 @@ def _open_or_build(plan: _Plan, part: _Part) -> PackedDataset:
         choosing=part.choosing(plan.seed),
         packing=plan.config.packing.method,
     )
-    packed = open_packed(fingerprint)
+    # Whoever prepares reads what is there through; later slices open it by its fingerprint alone.
+    packed = None if drop_if_damaged(folder_of(fingerprint), plan.say) else open_packed(fingerprint)
     if packed is None or _must_refuse(part, packed.facts):
         tokenized = [_tokenize(plan, *each) for each in zip(part.sources, fingerprints, strict=True)]
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from hotlap import clock, durable
 from hotlap.config import hotlap_home
-from hotlap.data.cache import build_once, facts_if_whole
+from hotlap.data.cache import build_once, drop_if_damaged, facts_if_whole
 from hotlap.data.chunks import (
     INDEX,
     INDEX_DTYPE,
@@ -103,7 +103,7 @@ def tokenize(
         OutOfTime: the deadline came first.
     """
     final = _folder(fingerprint)
-    tokenized = _opened(fingerprint)
+    tokenized = _opened(fingerprint, say)
     if tokenized is None:
         build = _Build(source, final, get_renderer, say, deadline)
 
@@ -116,7 +116,7 @@ def tokenize(
             return asdict(facts)
 
         build_once(final, build_all, say)
-        tokenized = _opened(fingerprint)
+        tokenized = _opened(fingerprint, say)
         assert tokenized is not None, fingerprint
     if source.settings.bad_rows == "refuse":
         require_good(source, tokenized.facts.left_out, tokenized.facts.num_read)
@@ -145,7 +145,8 @@ def _chunk_folder(final: Path, number: int) -> Path:
     return final.with_name(f"{final.name}.chunks") / f"{number:05}"
 
 
-def _opened(fingerprint: str) -> Tokenized | None:
+def _opened(fingerprint: str, say: Say) -> Tokenized | None:
+    """Read through: what is packed from a damaged chunk would be damaged for good."""
     final = _folder(fingerprint)
     written = facts_if_whole(final)
     if written is None:
@@ -154,11 +155,10 @@ def _opened(fingerprint: str) -> Tokenized | None:
     chunks, num_read = [], 0
     while num_read < facts.num_read:
         chunk = _chunk_folder(final, len(chunks))
-        part = facts_if_whole(chunk)
-        if part is None:
+        if drop_if_damaged(chunk, say):
             return _not_whole(final)
         chunks.append(chunk)
-        num_read += part["num_read"]
+        num_read += durable.read_manifest(chunk)["facts"]["num_read"]
     return Tokenized(fingerprint, facts, tuple(chunks))
 
 
@@ -212,8 +212,8 @@ class _Build:
     def _found_chunks(self) -> tuple[TokenizedFacts, int]:
         facts = TokenizedFacts(0, 0, 0, 0, {}, self._files, self._unit(), (), 0)
         number = 0
-        while (written := facts_if_whole(_chunk_folder(self._final, number))) is not None:
-            facts, number = facts.plus(facts_from_json(written)), number + 1
+        while not drop_if_damaged(chunk := _chunk_folder(self._final, number), self._say):
+            facts, number = facts.plus(facts_from_json(durable.read_manifest(chunk)["facts"])), number + 1
         return facts, number
 
     def _unit(self) -> str:

@@ -1,6 +1,6 @@
 """What the emulated cloud rents out, and for how much."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 _GPUS: tuple[tuple[str, str, int, float, float], ...] = (
@@ -14,26 +14,42 @@ _GPUS: tuple[tuple[str, str, int, float, float], ...] = (
 _CPU_USD_PER_HOUR = 0.06
 _CENTERS = (("US-KS-2", "US Kansas 2", "NORTH_AMERICA"), ("EU-RO-1", "EU Romania 1", "EUROPE"))
 
-DATA_CENTERS: list[dict[str, Any]] = [
-    {
-        "id": ident,
-        "name": name,
-        "region": region,
-        "globalNetwork": True,
-        "networkVolumeTypes": ["STANDARD"],
-        "compliance": [],
-        "gpuAvailability": [{"id": gpu[0], "name": gpu[1], "availability": "HIGH"} for gpu in _GPUS],
-    }
-    for ident, name, region in _CENTERS
-]
+SoldOut = Collection[tuple[str, str]]
+"""Kinds of GPU that a data center has none of now, as (GPU id, center id)."""
 
 
-def gpus(query: Mapping[str, str]) -> list[dict[str, Any]]:
-    return [_entry(gpu, query) for gpu in _GPUS]
+def data_centers(sold_out: SoldOut) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": ident,
+            "name": name,
+            "region": region,
+            "globalNetwork": True,
+            "networkVolumeTypes": ["STANDARD"],
+            "compliance": [],
+            "gpuAvailability": [
+                {"id": gpu[0], "name": gpu[1], "availability": _level(gpu[0], ident, sold_out)} for gpu in _GPUS
+            ],
+        }
+        for ident, name, region in _CENTERS
+    ]
 
 
-def gpu_entry(ident: str, query: Mapping[str, str]) -> dict[str, Any] | None:
-    return next((_entry(gpu, query) for gpu in _GPUS if gpu[0] == ident), None)
+def has_room(gpu: str, centers: Sequence[str], sold_out: SoldOut) -> bool:
+    """Whether one of these data centers (none named: any) has such a GPU."""
+    return any((gpu, center) not in sold_out for center in centers or [center[0] for center in _CENTERS])
+
+
+def _level(gpu: str, center: str, sold_out: SoldOut) -> str:
+    return "NONE" if (gpu, center) in sold_out else "HIGH"
+
+
+def gpus(query: Mapping[str, str], sold_out: SoldOut) -> list[dict[str, Any]]:
+    return [_entry(gpu, query, sold_out) for gpu in _GPUS]
+
+
+def gpu_entry(ident: str, query: Mapping[str, str], sold_out: SoldOut) -> dict[str, Any] | None:
+    return next((_entry(gpu, query, sold_out) for gpu in _GPUS if gpu[0] == ident), None)
 
 
 def price_of(body: Mapping[str, Any]) -> float | None:
@@ -45,7 +61,7 @@ def price_of(body: Mapping[str, Any]) -> float | None:
     return None if price is None else price * body["gpu"].get("count", 1)
 
 
-def _entry(gpu: tuple[str, str, int, float, float], query: Mapping[str, str]) -> dict[str, Any]:
+def _entry(gpu: tuple[str, str, int, float, float], query: Mapping[str, str], sold_out: SoldOut) -> dict[str, Any]:
     ident, name, memory, secure, community = gpu
     entry: dict[str, Any] = {
         "id": ident,
@@ -59,6 +75,9 @@ def _entry(gpu: tuple[str, str, int, float, float], query: Mapping[str, str]) ->
         "maxCount": {"secure": 8, "community": 4},
     }
     if query.get("include") == "AVAILABILITY":
-        entry["availability"] = "HIGH"
-        entry["dataCenters"] = [{"id": center[0], "name": center[1], "availability": "HIGH"} for center in _CENTERS]
+        entry["availability"] = "HIGH" if has_room(ident, (), sold_out) else "NONE"
+        entry["dataCenters"] = [
+            {"id": center[0], "name": center[1], "availability": _level(ident, center[0], sold_out)}
+            for center in _CENTERS
+        ]
     return entry

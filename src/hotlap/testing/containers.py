@@ -188,12 +188,13 @@ class LocalProcesses:
     """Runs the command itself, as a session of its own, with the machine's environment and nothing of ours.
 
     There is no root to mount with, so what names the volume's path in command and environment is given the volume's
-    folder. `pod_env` is what the platform adds.
+    folder. `python` is what an image's `python3` is.
     """
 
-    def __init__(self, folder: Path, pod_env: Callable[[str], Mapping[str, str]]) -> None:
+    def __init__(self, folder: Path, pod_env: Callable[[str], Mapping[str, str]], python: str = sys.executable) -> None:
         self._folder = folder
         self._pod_env = pod_env
+        self._python = python
 
     def __call__(self, birth: Birth) -> "RealContainer":
         disk = self._folder / "disks" / birth.pod_id
@@ -210,8 +211,17 @@ class LocalProcesses:
         env = {name: placed(value) for name, value in birth.env.items()}
         inherited = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         return RealContainer(
-            [placed(word) for word in birth.argv], {**inherited, **env, **self._pod_env(birth.pod_id)}, disk
+            self._found([placed(word) for word in birth.argv]),
+            {**inherited, **env, **self._pod_env(birth.pod_id)},
+            disk,
         )
+
+    def _found(self, argv: list[str]) -> list[str]:
+        program, *words = argv
+        is_python = program in ("python", "python3")
+        found = self._python if is_python else shutil.which(program) or program
+        # What boot starts is looked up by name as well.
+        return [found, *(self._python if word == "python3" else word for word in words)]
 
 
 class RealContainer:
@@ -222,7 +232,7 @@ class RealContainer:
         self._is_over = False
         try:
             self._process = subprocess.Popen(
-                [_interpreter(argv[0]), *argv[1:]],
+                argv,
                 cwd=disk,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -275,11 +285,6 @@ class RealContainer:
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self._reader.join(timeout=1.0)
-
-
-def _interpreter(word: str) -> str:
-    """An image's python3 is this one."""
-    return sys.executable if word in ("python", "python3") else shutil.which(word) or word
 
 
 def _pids_with(setting: str) -> Iterator[int]:

@@ -13,6 +13,7 @@ import json
 import random
 import signal
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -61,6 +62,7 @@ class FakeRunpod:
         *,
         runtime: Runtime | None = None,
         folder: Path | None = None,
+        python: str = sys.executable,
         timings: Timings | None = None,
         faults: Iterable[Fault] = (),
         profile: Profile = "2026-10",
@@ -68,14 +70,15 @@ class FakeRunpod:
         port: int = 0,
         per_minute: int = 60,
     ) -> None:
-        """Without a clock time is real. With a `folder` the containers' commands run, below it."""
+        """Without a clock time is real. With a `folder` the containers' commands run, below it, where an image's
+        `python3` is `python`."""
         self.clock = clock_
         self.account = Account()
         self.meter = Meter()
         self.requests: list[Recorded] = []
         chance = random.Random(seed)
         if runtime is None:
-            runtime = LocalProcesses(folder, self._pod_env) if folder else scripted()
+            runtime = LocalProcesses(folder, self._pod_env, python) if folder else scripted()
         timings = timings or (INSTANT if folder else Timings())
         self.park = Park(timings, runtime, chance, self.meter, lambda: self.account.pod_key_allows)
         self.script = FaultScript(faults, chance)

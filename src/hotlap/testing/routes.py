@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotlap.testing.bodies import Profile, complaints, entry_of, rfc3339, rule_breaches, seconds_of
-from hotlap.testing.catalog import DATA_CENTERS, gpu_entry, gpus, price_of
+from hotlap.testing.catalog import data_centers, gpu_entry, gpus, has_room, price_of
 from hotlap.testing.faults import Active
 from hotlap.testing.machines import LogLine, Park, Pod
 
@@ -57,6 +57,9 @@ class Account:
     balance_usd: float = 25.0
     pod_key_allows: str = "terminate"
     """What a machine's own key may do to it: `terminate`, `stop` or `nothing`."""
+
+    sold_out: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    """Kinds of GPU that a data center has none of now, as (GPU id, center id)."""
 
 
 class Routes:
@@ -140,6 +143,14 @@ class Routes:
         missing = [mount["volumeId"] for mount in body.get("mounts", {}).get("network", ())]
         if missing and missing[0] not in self._volumes:
             return problem(404, f"network volume {missing[0]} does not exist")
+        centers: list[str] = body.get("dataCenterIds", [])
+        if missing:
+            center = self._volumes[missing[0]]["dataCenter"]
+            if body.get("cloud", "SECURE") != "SECURE" or center not in (centers or [center]):
+                return problem(400, f"network volume {missing[0]} is reached from the secure cloud in {center} only")
+            centers = [center]
+        if "gpu" in body and not has_room(body["gpu"]["id"], centers, self._account.sold_out):
+            return problem(400, NO_CAPACITY)
         pod = self._park.create(body, now_s, usd_per_hour, faults)
         pod.locked, pod.cluster = "locked" in faults, "cluster" in faults
         if "twice" in faults:
@@ -224,14 +235,14 @@ class Routes:
     # --- the rest ---
 
     def _gpus(self, request: Request, _ident: str, _faults: Active, _now_s: float) -> Answer:
-        return answer_json({"gpus": gpus(request.query)})
+        return answer_json({"gpus": gpus(request.query, self._account.sold_out)})
 
     def _gpu(self, request: Request, ident: str, _faults: Active, _now_s: float) -> Answer:
-        entry = gpu_entry(ident, request.query)
+        entry = gpu_entry(ident, request.query, self._account.sold_out)
         return answer_json(entry) if entry else problem(404, "there is no such GPU type")
 
     def _data_centers(self, _request: Request, _ident: str, _faults: Active, _now_s: float) -> Answer:
-        return answer_json({"dataCenters": DATA_CENTERS})
+        return answer_json({"dataCenters": data_centers(self._account.sold_out)})
 
     def _list_volumes(self, _request: Request, _ident: str, _faults: Active, _now_s: float) -> Answer:
         return answer_json({"networkVolumes": list(self._volumes.values())})

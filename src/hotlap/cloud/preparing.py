@@ -1,0 +1,160 @@
+"""Prepare a volume, so that slices start within seconds of boot: hotlap, its environment, the model and packed data.
+
+The wheel is too large for one request, so machines of a minute or so each bring a part of it; the last one installs.
+Every step is skipped when it was done before, so a preparation that was cut short goes on where it was.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotlap import durable
+from hotlap.cloud import arrive
+from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, plan_of
+from hotlap.cloud.money import Amount
+from hotlap.cloud.parcel import Parcel
+from hotlap.cloud.provider import Offer, Start, Traits
+from hotlap.cloud.rental import worker_of
+from hotlap.cloud.runpod_shapes import boot_argv
+from hotlap.config import RunConfig, hotlap_home
+
+VOLUME = "/workspace"
+HOME = f"{VOLUME}/.hotlap/home"
+"""HOTLAP_HOME of a rented machine: models and packed data outlive it."""
+
+_PIECE_CAP_S = 60.0
+_INSTALL_CAP_S = 600.0
+
+
+def python_of(parcel: Parcel) -> str:
+    """The Python on the volume that has this hotlap."""
+    return str(arrive.env_folder(Path(VOLUME), parcel.digest) / "bin" / "python")
+
+
+def slice_job(config: RunConfig, parcel: Parcel, volume_id: str, image: str | None, traits: Traits) -> Job:
+    """Boot, which runs the worker of the volume's environment, which runs one slice."""
+    config = on_volume(config)
+    argv = boot_argv(worker_of(config, python_of(parcel)))
+    return _job(config.run_name, config.slice.cap_s, argv, volume_id, image, traits)
+
+
+def _job(run: str, cap_s: float, argv: tuple[str, ...], volume_id: str, image: str | None, traits: Traits) -> Job:
+    plan = plan_of(Job(run, cap_s, Start(argv)), traits)
+    env = {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}", "HOTLAP_HOME": HOME}
+    return Job(run, cap_s, Start(argv, env, image=image, volume_id=volume_id, volume_path=VOLUME))
+
+
+def on_volume(config: RunConfig) -> RunConfig:
+    """The run as a rented machine finds it: its folder on the volume, since nothing else outlives the machine."""
+    there = {"run": config.run_name, "output_dir": str(Path(VOLUME) / config.output_dir)}
+    return config.model_copy(update=there)
+
+
+def commands_of(config: RunConfig) -> list[list[str]]:
+    """What makes model and packed data ready, as words for Python."""
+    given = _flat(config.model_dump(mode="json", exclude_defaults=True, exclude={"slice", "checkpoint"}))
+    overrides = [word for key, value in given for word in ("--set", f"{key}={_toml(value)}")]
+    return [
+        ["-m", "hotlap", "prefetch", config.base_model],
+        ["-m", "hotlap", "preview", "--examples", "0", *overrides],
+    ]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        found += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+    return found
+
+
+def _toml(value: Any) -> str:
+    """JSON's scalars and lists are TOML's; its tables are not, and absence has a word of ours."""
+    if isinstance(value, dict):
+        items = [f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items() if item is not None]
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return "none" if value is None else json.dumps(value)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The machines that it takes, in order, and what is known to be on the volume afterwards."""
+
+    volume_id: str
+    run: str
+    digest: str
+    jobs: tuple[Job, ...]
+
+    def note(self) -> None:
+        """Remember it, so that the next launch rents nothing for it."""
+        known = _known(self.volume_id)
+        known["runs"][self.run] = self.digest
+        known["parcels"] = sorted({*known["parcels"], self.digest})
+        durable.make_dirs(_record_of(self.volume_id).parent)
+        durable.replace(_record_of(self.volume_id), durable.canonical_json(known).encode())
+
+
+def is_prepared(volume_id: str, run: str, parcel: Parcel) -> bool:
+    """As far as this home knows."""
+    return _known(volume_id)["runs"].get(run) == parcel.digest
+
+
+def preparation(
+    config: RunConfig, parcel: Parcel, volume_id: str, image: str | None, traits: Traits, extra: str = "train"
+) -> Preparation:
+    """What it takes to have everything on the volume that a slice of this run needs."""
+    run = f"prepare-{volume_id}"[:64]
+    source = Path(arrive.__file__).read_text(encoding="utf-8")
+    place = (VOLUME, parcel.digest, parcel.file_name)
+
+    def job(what: str, cap_s: float, *rest: str) -> Job:
+        argv = boot_argv(("python3", "-I", "-c", source, what, *place, *rest))
+        return _job(run, cap_s, argv, volume_id, image, traits)
+
+    pieces = [] if parcel.digest in _known(volume_id)["parcels"] else parcel.pieces()
+    jobs = [job("piece", _PIECE_CAP_S, str(each), str(len(pieces)), text) for each, text in enumerate(pieces)]
+    commands = json.dumps(commands_of(on_volume(config)))
+    return Preparation(
+        volume_id, config.run_name, parcel.digest, (*jobs, job("install", _INSTALL_CAP_S, extra, commands))
+    )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """How a preparation ended: whether all is there now, and the machines it took."""
+
+    is_whole: bool
+    leases: tuple[LeaseEnd, ...]
+
+    @property
+    def cost(self) -> Amount:
+        return sum((end.lease.amount for end in self.leases), Amount())
+
+
+def prepare(
+    launcher: Launcher, plan: Preparation, offers: Sequence[Offer], on_end: Callable[[LeaseEnd], None]
+) -> Prepared:
+    """Run it, machine after machine, up to the first that fails."""
+    ends: list[LeaseEnd] = []
+    for job in plan.jobs:
+        ends.append(launcher.launch(job, offers))
+        on_end(ends[-1])
+        end = ends[-1].end
+        if end is None or end.result is None or end.result.get("exit_code") != 0:
+            return Prepared(False, tuple(ends))
+    plan.note()
+    return Prepared(True, tuple(ends))
+
+
+def _record_of(volume_id: str) -> Path:
+    return hotlap_home() / "volumes" / f"{volume_id}.json"
+
+
+def _known(volume_id: str) -> dict[str, Any]:
+    try:
+        return json.loads(_record_of(volume_id).read_bytes())
+    except FileNotFoundError:
+        return {"runs": {}, "parcels": []}

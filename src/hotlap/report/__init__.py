@@ -1,0 +1,1 @@
+"""Static pages and charts from what runs and studies have left on disk."""

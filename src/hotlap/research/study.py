@@ -1,0 +1,288 @@
+"""A study: ask what is next, do it, write it down, until there is nothing more to do.
+
+What is next is decided in `plan.py` and `claim.py`, from the journal alone. Here is only the doing: every start is in
+the journal before its child exists, every ending before anything is concluded from it.
+"""
+
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hotlap
+from hotlap import child, clock, durable
+from hotlap.errors import INTERRUPTED, CorruptFile, HotlapError, RunChanged, UsageError
+from hotlap.research import acceptance, board, space
+from hotlap.research.executor import (
+    NUMBERS,
+    Ending,
+    Executor,
+    LocalExecutor,
+    Trial,
+    ask_axes,
+    code_hash_of,
+    disturbances,
+)
+from hotlap.research.history import OK, SCHEMA, History, Journal, Row, StudyFolder, only_writer
+from hotlap.research.plan import Action, Decide, Finish, Start, Wait
+from hotlap.research.space import StudyFile
+
+FREE_SETTINGS = ("trials_per_day", "setup_s", "proposer", "sentinel_every")
+"""What may change in a study's file after its first run: nothing that the results depend on."""
+
+_MACHINE = ("cpu", "cores", "threads", "gpu", "torch")
+
+Plan = Callable[[History, bytes], Action]
+Tell = Callable[[Row, History], None]
+"""Called after every row of the journal."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told of a study's progress."""
+
+    on_row: Tell
+    on_progress: Callable[[str, float, float | None], None]
+    say: Callable[[str], None]
+
+
+class Study:
+    """A study that this process may write, with what runs its trials."""
+
+    def __init__(
+        self, folder: StudyFolder, journal: Journal, secret: bytes, executor: Executor, listener: Listener
+    ) -> None:
+        self._folder, self._journal, self._secret = folder, journal, secret
+        self._executor, self._listener = executor, listener
+
+    @property
+    def history(self) -> History:
+        return self._journal.history
+
+    def run(self, plan: Plan) -> str:
+        """Act until the plan is finished. Returns the reason; after a stop signal `stopped`, or `interrupted` after
+        a second Ctrl-C.
+
+        Raises:
+            HotlapError: what the plan says stands in the way, or a run that does not belong to this study.
+        """
+        stop: str | None = None
+        while True:
+            action = Wait() if stop and self.history.open else plan(self.history, self._secret)
+            if stop and not isinstance(action, Decide | Wait):
+                return stop
+            if isinstance(action, Decide):
+                self._append({**action.row, "at": _now()})
+            elif isinstance(action, Start) and len(self.history.open) < self.history.study.workers:
+                self._start(action)
+            elif self.history.open:
+                ending = self._executor.next_ended()
+                if ending.was_stopped:
+                    stop = "interrupted" if ending.fields["exit_code"] == INTERRUPTED else stop or "stopped"
+                self._record(ending)
+            elif isinstance(action, Finish):
+                if action.error:
+                    raise action.error
+                return action.reason
+
+    def _start(self, action: Start) -> None:
+        study = self.history.study
+        row = {**action.row, "started_at": _now()}
+        self._append(row)
+        order: dict[str, Any] = {
+            "config": action.config,
+            "budget_s": study.budget_s,
+            "seed_init": row["seed_init"],
+            "seed_data": row["seed_data"],
+            "data": study.data,
+            "threads": threads_of(study),
+            "device": study.device,
+            "splits": row["splits"],
+        }
+        folder = self._folder.trial(row["run_id"]).absolute()
+        self._executor.submit(Trial(row["run_id"], study.program, order, study.deadline_s, folder))
+
+    def _record(self, ending: Ending) -> None:
+        row = run_row(self.history, self.history.open[ending.run_id], ending.fields, _now())
+        self._append(row)
+        if row["error_class"] == "CellChanged":
+            raise RunChanged(f"{row['error_tail']} Its runs cannot be compared with those before; start a new study.")
+
+    def _append(self, row: Row) -> None:
+        self._journal.append(row)
+        if row["kind"] != "started":
+            board.write(self._folder, self.history)
+        self._listener.on_row(row, self.history)
+
+
+def run_row(history: History, started: Row, fields: Row, now: str) -> Row:
+    """The journal's row of a run that ended, from its start and from how it ended."""
+    study = history.study
+    assert history.campaign is not None
+    flags = disturbances(fields["validity"])
+    row: Row = {
+        **started,
+        **fields,
+        "kind": "run",
+        "flags": flags,
+        "ended_at": now,
+        "code_hash": code_hash_of(study.program),
+        "harness_version": hotlap.__version__,
+        "executor": "local",
+        "cost_usd": None,
+        "artifacts": f"trials/{started['run_id']}",
+    }
+    row |= {"cell": cell_of(history, row)}
+    if row["status"] != OK:
+        return row
+    if "lock" in started["splits"] and row["val_lock_nats_per_byte"] is None:
+        return {**row, "status": "refused", "error_class": "NoLockedScore", "error_tail": "it has no locked score"}
+    if history.cell is not None and (changed := _differences(history.cell, row["cell"])):
+        return {**row, "status": "refused", "error_class": "CellChanged", "error_tail": f"Changed since: {changed}."}
+    if flags and study.on_disturbed == "quarantine":
+        return {**row, "status": "invalid_machine", "error_class": "Disturbed", "error_tail": ", ".join(flags)}
+    return row
+
+
+def cell_of(history: History, row: Row) -> Row:
+    """What two runs must share to be compared."""
+    machine, data = row["machine"] or {}, row["data"] or {}
+    return {
+        **{name: machine.get(name) for name in _MACHINE},
+        "device": history.study.device,
+        "workers": history.study.workers,
+        "budget_s": history.study.budget_s,
+        "data_sha256": data.get("sha256"),
+        "val_tokens": row["val_tokens"],
+        "val_bytes": row["val_bytes"],
+        "code_hash": row["code_hash"],
+    }
+
+
+def _differences(before: Row, after: Row) -> str:
+    return "; ".join(f"{key} was {before[key]} and is {after[key]}" for key in before if before[key] != after[key])
+
+
+def threads_of(study: space.StudyConfig) -> int:
+    if study.threads is not None:
+        return study.threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // study.workers)
+
+
+# --- opening ---
+
+
+@contextmanager
+def opened(
+    file: StudyFile, folder: StudyFolder, listener: Listener, draw: Callable[[int], bytes] = os.urandom
+) -> Generator[Study]:
+    """A study, begun or taken up again, for as long as this process may write it. Only in the main thread.
+
+    Raises:
+        RunLocked: another process is running it.
+        RunChanged: its file or its trial's code is no longer what it began with.
+    """
+    with only_writer(folder), child.passing_on_stops() as stops:
+        journal = Journal(folder, listener.say)
+        secret = _secret(folder, journal.history, draw)
+        if journal.history.campaign is None:
+            journal.append(_campaign_row(file, secret))
+        else:
+            _require_unchanged(file, journal)
+        _bury(journal)
+        board.write(folder, journal.history)
+        executor = LocalExecutor(journal.history.study.workers, stops, listener.on_progress)
+        try:
+            yield Study(folder, journal, secret, executor, listener)
+        finally:
+            executor.close()
+
+
+def _secret(folder: StudyFolder, history: History, draw: Callable[[int], bytes]) -> bytes:
+    if not folder.secret.exists():
+        if history.campaign is not None:
+            raise CorruptFile(
+                f"{folder.secret} is missing, and all seeds come from it. Restore it, or start a new study."
+            )
+        durable.replace(folder.secret, draw(16).hex().encode() + b"\n")
+    secret = folder.secret.read_bytes().strip()
+    if history.campaign is not None and history.campaign["secret_hash"] != durable.sha256_bytes(secret):
+        raise CorruptFile(f"{folder.secret} is not this study's: its hash is not the one in the journal's first line.")
+    return secret
+
+
+def _campaign_row(file: StudyFile, secret: bytes) -> Row:
+    study = file.study
+    return {
+        "schema": SCHEMA,
+        "kind": "campaign",
+        "campaign_id": f"{study.name}-{durable.sha256_bytes(secret)[:6]}",
+        "at": _now(),
+        "study": study.model_dump(mode="json"),
+        "start": dict(file.start),
+        "range": {name: value.model_dump(mode="json") for name, value in file.range.items()},
+        "space": space.space_json(space.space_of(file, ask_axes(study.program))),
+        "code_hash": code_hash_of(study.program),
+        "rule_version": acceptance.RULE_VERSION,
+        "secret_hash": durable.sha256_bytes(secret),
+    }
+
+
+def _require_unchanged(file: StudyFile, journal: Journal) -> None:
+    campaign = journal.history.campaign
+    assert campaign is not None
+    before, after = journal.history.study.model_dump(mode="json"), file.study.model_dump(mode="json")
+    changed = {key for key in after if before[key] != after[key]}
+    if fixed := sorted(changed - set(FREE_SETTINGS)):
+        raise _changed("; ".join(f"study.{key} is {before[key]} there and {after[key]} now" for key in fixed))
+    code_hash = code_hash_of(file.study.program)
+    if code_hash != campaign["code_hash"]:
+        raise _changed(f"{file.study.program} is another program now (SHA-256 {code_hash[:12]})")
+    ranges = {name: value.model_dump(mode="json") for name, value in file.range.items()}
+    if (file.start, ranges) != (campaign["start"], campaign["range"]):
+        raise _changed("[start] or [range] has other values now")
+    if changed:
+        journal.append({"schema": SCHEMA, "kind": "settings", "at": _now(), "study": after})
+
+
+def _changed(what: str) -> HotlapError:
+    return RunChanged(f"This study began differently: {what}. Change it back, or give the new study another name.")
+
+
+def _bury(journal: Journal) -> None:
+    """What was started and left no result died with its study. Its seeds are never used again."""
+    for started in list(journal.history.open.values()):
+        fields: Row = dict.fromkeys((*NUMBERS, "exit_code"))
+        fields |= {"status": "killed", "error_class": "StudyDied", "error_tail": "the study ended before this run did"}
+        journal.append(run_row(journal.history, started, fields, _now()))
+
+
+def _now() -> str:
+    return clock.utc_text(clock.wall_s())
+
+
+def find_folder(study: Path, output_dir: Path) -> StudyFolder:
+    """A study's folder: by its TOML file, by its name in `output_dir`, or by the folder itself.
+
+    Raises:
+        UsageError: there is no such file and no such study.
+    """
+    if study.suffix == ".toml":
+        return StudyFolder(output_dir / space.load_study(study).study.name)
+    for path in (output_dir / study, study):
+        if (path / "experiments.jsonl").is_file():
+            return StudyFolder(path)
+    raise UsageError(f"There is no study {str(study)!r} in {output_dir}/. Give its TOML file, its name or its folder.")
+
+
+def file_of(study: Path, folder: StudyFolder) -> StudyFile:
+    """What describes a study: its TOML file if that was given, else what its journal says."""
+    if study.suffix == ".toml":
+        return space.load_study(study)
+    history = folder.read()
+    assert history.campaign is not None, folder.path
+    tree = {"study": history.study.model_dump(), **{key: history.campaign[key] for key in ("start", "range")}}
+    return StudyFile.model_validate(tree)
