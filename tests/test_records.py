@@ -6,30 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contest import ROOT, micro, micro_contest
+from contest import ROOT, micro, micro_contest, run_of
 
 from hotlap import durable
 from hotlap.errors import CorruptFile, PinMismatch, Refused
 from hotlap.speedrun import new_track, records, replay, report, track
 
 RESEARCH = ROOT.parent / "shared" / "research" / "speedrun-techniques.md"
-
-
-def run_of(number: int, score: float | None, wall_s: float, *complaints: str) -> dict[str, Any]:
-    return {
-        "run": number,
-        "seed": 1000 + number,
-        "score": score,
-        "num_rows": 100,
-        "wall_s": wall_s,
-        "outer_wall_s": wall_s + 0.3,
-        "cpu_s": wall_s / 2,
-        "complaints": list(complaints),
-        "adapter_sha256": f"{number:064}",
-        "num_params": 256,
-        "num_left_behind": 0,
-        "protections": ["network"],
-    }
 
 
 def logged(
@@ -92,7 +75,7 @@ def test_records_stand_fastest_first_and_attempts_below(contest: Path) -> None:
     standing = [(s.rank, s.row["submission"]) for s in records.standings(rows)]
     assert standing == [(1, "002-fast"), (1, "003-close"), (3, "001-slow")]
     table = (contest / "records" / "LEADERBOARD.md").read_text()
-    assert "004-bad (fail)" in table and table.index("002") if "002" in table else True
+    assert "Other attempts: 004-bad (fail)." in table
     public = json.loads((contest / "records" / "records.json").read_text())
     first = public["records"][0]
     assert (first["track"], first["submission"], first["seeds"]) == ("micro", "001-slow", [1001, 1002, 1003])

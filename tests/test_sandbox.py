@@ -108,6 +108,22 @@ ESCAPES_TO_ROOT = """
 """
 
 
+def test_an_input_may_lie_where_it_may_write(tmp_path: Path) -> None:
+    """As a virtual environment in /tmp does."""
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "text").write_text("given")
+    code = """
+        import json
+        open("/tmp/own", "w").write("own")
+        try:
+            open("/tmp/given/text", "w")
+        except OSError as error:
+            print(json.dumps([open("/tmp/given/text").read(), error.strerror]))
+    """
+    told = said(run(tmp_path, code, inputs=((tmp_path / "given", "/tmp/given"),)))
+    assert told == ["given", "Read-only file system"]
+
+
 def test_no_way_through_proc(tmp_path: Path) -> None:
     tried = said(run(tmp_path, ESCAPES_TO_ROOT))
     inside = tried[4]
@@ -236,7 +252,6 @@ def test_a_daemon_does_not_outlive_it(tmp_path: Path) -> None:
     ran = run(tmp_path, DAEMON)
     assert ran.exit_code == 0 and "alive" in ran.log
     assert ran.num_left_behind == 1
-    assert ran.outer_wall_s < 100
 
 
 def test_its_time_ends_whatever_it_ignores(tmp_path: Path) -> None:
@@ -249,11 +264,11 @@ def test_its_time_ends_whatever_it_ignores(tmp_path: Path) -> None:
         while True:
             time.sleep(1)
     """
-    ran = run(tmp_path, code, time_limit_s=1.5)
+    ran = run(tmp_path, code, time_limit_s=4.0)
     assert ran.exit_code is None
     assert ran.log.count("going on") == 2
     assert ran.num_left_behind == 1
-    assert ran.wall_s >= 1.5
+    assert ran.wall_s >= 4.0
 
 
 def test_a_fork_bomb_stays_within_its_number(tmp_path: Path) -> None:

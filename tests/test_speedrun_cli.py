@@ -66,6 +66,7 @@ def test_drifted_tables_are_exit_4(contest: Path) -> None:
     assert isinstance(error, PinMismatch) and "records.json is not up to date" in str(error)
 
 
+@pytest.mark.torch
 def test_a_track_of_ones_own(contest: Path, tiny_model: Path) -> None:
     rows = [{"question": f"say {number}", "answer": str(number)} for number in range(200)]
     (contest / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

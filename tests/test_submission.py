@@ -149,6 +149,12 @@ def yaml_code(folder: Path) -> None:
     (folder / "config.yaml").write_text("author: !!python/object/apply:os.system ['touch /tmp/x']\n")
 
 
+def yaml_bomb(folder: Path) -> None:
+    """Thirty doublings by alias: a gigabyte of text, if anybody wrote it out."""
+    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 31)), "track: *a30"]
+    (folder / "config.yaml").write_text("\n".join(lines) + "\n")
+
+
 def yaml_list(folder: Path) -> None:
     (folder / "config.yaml").write_text("- a\n")
 
@@ -171,6 +177,7 @@ def yaml_list(folder: Path) -> None:
         (binary, "is not UTF-8 text"),
         (yaml_code, "is not YAML"),
         (yaml_list, "is not a mapping"),
+        (yaml_bomb, "is for track a list, not micro"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

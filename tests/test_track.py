@@ -249,6 +249,7 @@ def own_rows(path: Path, count: int = 200) -> Path:
     return path
 
 
+@pytest.mark.torch
 def test_a_track_of_ones_own_data(tmp_path: Path, tiny_model: Path) -> None:
     contest = tmp_path / "contest"
     (contest / "tracks").mkdir(parents=True)
@@ -264,6 +265,7 @@ def test_a_track_of_ones_own_data(tmp_path: Path, tiny_model: Path) -> None:
         new_track.make(contest, "mine", data, "loss", 2.5, str(tiny_model), 1, lambda _text: None)
 
 
+@pytest.mark.torch
 def test_equal_questions_never_stand_on_both_sides(tmp_path: Path, tiny_model: Path) -> None:
     contest = tmp_path / "contest"
     (contest / "tracks").mkdir(parents=True)
@@ -274,6 +276,7 @@ def test_equal_questions_never_stand_on_both_sides(tmp_path: Path, tiny_model: P
     assert not {row["question"] for row in train} & {row["question"] for row in test}
 
 
+@pytest.mark.torch
 def test_rows_that_are_no_rows(tmp_path: Path, tiny_model: Path) -> None:
     contest = tmp_path / "contest"
     (contest / "tracks").mkdir(parents=True)

@@ -1,5 +1,6 @@
 """Verifications on track `micro`: a whole one end to end, failures that are the submission's, and ones that are not."""
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -8,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contest import floats, micro, micro_contest, safetensors, trained_submission, written_submission
+from contest import floats, micro, micro_contest, run_of, safetensors, trained_submission, written_submission
 
 from hotlap import durable
 from hotlap.cli import cli
-from hotlap.errors import CorruptFile, Refused, UsageError
+from hotlap.errors import CorruptFile, Refused, RunChanged, RunLocked, UsageError
 from hotlap.speedrun import records, replay, track, verify
 from hotlap.speedrun.verify import Sources
 
@@ -245,6 +246,50 @@ def test_what_is_seen_without_running_refuses_before_a_run(contest: Path) -> Non
     with pytest.raises(UsageError, match="cannot be verified"):
         verify.verify(contest, folder, micro(contest), 1, sources(), no_talk)
     assert not (contest / "records").exists()
+
+
+def test_undecided_goes_on_to_the_next_look_and_not_twice_to_the_same(contest: Path) -> None:
+    """Runs as they were finished and kept: none is run again, and the earlier ones count."""
+    folder = written_submission(contest, "raise SystemExit(4)\n")
+    code = verify.submission.code_sha256(folder)
+    attempt = contest / "records" / "micro" / "attempts" / f"002-bob-{code[:12]}"
+    for number, score in enumerate((0.83, 0.90, 0.81, 0.87, 0.88), start=1):
+        (attempt / f"run-{number}").mkdir(parents=True)
+        (attempt / f"run-{number}" / "result.json").write_text(json.dumps(run_of(number, score, 10.0 + number)))
+    three = verify.verify(contest, folder, micro(contest), 3, sources(), no_talk)
+    assert (three["decision"]["verdict"], three["decision"]["more_runs"]) == ("undecided", 2)
+    with pytest.raises(Refused, match="Ask for more runs"):
+        verify.verify(contest, folder, micro(contest), 3, sources(), no_talk)
+    five = verify.verify(contest, folder, micro(contest), 5, sources(), no_talk)
+    assert five["decision"]["verdict"] == "pass"
+    assert five["runs"][:3] == three["runs"]
+    assert [row["verdict"] for row in records.read(contest, micro(contest))] == ["undecided", "pass"]
+    assert records.check(contest) == []
+
+
+def test_one_verification_at_a_time_on_a_machine(contest: Path, home: Path) -> None:
+    folder = written_submission(contest, "raise SystemExit(4)\n")
+    home.mkdir(exist_ok=True)
+    with (home / "verify.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(RunLocked, match="Another verification"):
+            verify.verify(contest, folder, micro(contest), 1, sources(), no_talk)
+    assert not (contest / "records").exists()
+
+
+def test_code_that_changes_while_it_is_verified_is_refused(contest: Path) -> None:
+    """The second seed is drawn after the first run; whoever edits then would have two codes in one report."""
+    folder = written_submission(contest, "raise SystemExit(4)\n")
+    edits = iter([lambda: None, lambda: (folder / "train.py").write_text("raise SystemExit(5)\n")])
+
+    def editing() -> int:
+        next(edits)()
+        return 5
+
+    with pytest.raises(RunChanged, match="changed while it was verified"):
+        verify.verify(contest, folder, micro(contest), 2, Sources(editing, lambda: "e"), no_talk)
+    (attempt,) = (contest / "records" / "micro" / "attempts").iterdir()
+    assert (attempt / "run-1" / "result.json").is_file() and not list(attempt.glob("report-*"))
 
 
 def test_hardware_that_is_not_here_is_one_line_before_any_run() -> None:

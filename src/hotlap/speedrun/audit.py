@@ -93,6 +93,13 @@ def _check_config(path: Path, limits: Limits) -> int:
         is_off = value in (None, False) or value == [] or value == {}
         if key not in _FREE | _KNOWN and not is_off and not _is_harmless(key, value):
             raise _Complaint(f"{CONFIG}: {key!a} = {str(value)[:60]!a} is not read here; leave it out")
+    alpha, modules = config.get("lora_alpha"), config.get("target_modules")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
+        raise _Complaint(f"{CONFIG}: lora_alpha is no number")
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        raise _Complaint(f"{CONFIG}: target_modules is no list of names")
+    if any(not isinstance(config.get(key, False), bool) for key in ("use_rslora", "fan_in_fan_out")):
+        raise _Complaint(f"{CONFIG}: use_rslora and fan_in_fan_out are true or false")
     rank = config.get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= limits.max_lora_rank:
         raise _Complaint(f"{CONFIG}: r is {str(rank)[:60]!a}, and 1 to {limits.max_lora_rank} is allowed")

@@ -9,11 +9,13 @@ caller's clock around the whole sandbox is kept beside it. Before each run the b
 are read from end to end, and the libraries are imported once, so that every run starts warm.
 """
 
+import fcntl
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +23,8 @@ from typing import Any
 
 import hotlap
 from hotlap import clock, durable
-from hotlap.errors import ChildCrashed, CorruptFile, Refused
+from hotlap.config import hotlap_home
+from hotlap.errors import ChildCrashed, CorruptFile, Refused, RunChanged, RunLocked
 from hotlap.speedrun import audit, inputs, records, sandbox, submission
 from hotlap.speedrun.report import build, to_markdown
 from hotlap.speedrun.submission import Submission
@@ -73,6 +76,8 @@ def verify(contest: Path, folder: Path, track: Track, num_runs: int, sources: So
 
     Raises:
         Refused: this machine cannot run the track, or this code was decided already.
+        RunLocked: another verification runs on this machine.
+        RunChanged: the submission's files changed while it was verified.
         UsageError: the submission breaks a rule that can be seen without running it.
         PinMismatch: track, base model or rows are not the frozen ones.
         ChildCrashed: a failure that is not the submission's; the same command goes on from here.
@@ -82,13 +87,15 @@ def verify(contest: Path, folder: Path, track: Track, num_runs: int, sources: So
     records.require_open(contest, track, entry.code_sha256)
     model = inputs.base_model(track, say)
     verification = Verification(contest, track, entry, model, sources, say)
-    durable.make_dirs(verification.folder)
-    _warm_libraries(verification)
-    results = [_finished_or_run(verification, number) for number in range(1, num_runs + 1)]
-    report = build(track, entry, results, machine_facts(), clock.utc_text(clock.wall_s()))
     path = verification.folder / f"report-{num_runs}.json"
-    if path.exists():
+    if any(row.get("report") == path.relative_to(contest).as_posix() for row in records.read(contest, track)):
         raise Refused(f"{path} is there: {num_runs} runs of this code were reported. Ask for more runs.")
+    with _alone_on_this_machine():
+        durable.make_dirs(verification.folder)
+        if not all((verification.run_folder(n) / "result.json").is_file() for n in range(1, num_runs + 1)):
+            _warm_libraries(verification)
+        results = [_finished_or_run(verification, number) for number in range(1, num_runs + 1)]
+    report = build(track, entry, results, machine_facts(), clock.utc_text(clock.wall_s()))
     durable.replace(path.with_suffix(".md"), to_markdown(report).encode())
     durable.replace(path, (json.dumps(report, indent=1, sort_keys=True) + "\n").encode())
     records.append(contest, track, report, path)
@@ -106,6 +113,24 @@ def require_machine(track: Track) -> None:
     here = len(os.sched_getaffinity(0))
     if here < wanted.threads:
         raise Refused(f"Track {track.spec.id} asks for {wanted.threads} processor threads; this machine has {here}.")
+
+
+@contextmanager
+def _alone_on_this_machine() -> Generator[None]:
+    """Two verifications at once would measure each other. The lock is the kernel's: it ends with its holder."""
+    path = hotlap_home() / "verify.lock"
+    durable.make_dirs(path.parent)
+    with suppress(FileExistsError):
+        durable.disk.create(path, b"")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunLocked("Another verification runs on this machine. Wait for its end.") from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _finished_or_run(verification: Verification, number: int) -> dict[str, Any]:
@@ -146,6 +171,10 @@ def _run_once(verification: Verification, number: int, seed: int) -> dict[str, A
     places = inputs.lay_out(
         track, verification.model, inputs.train_rows(track), verification.submission.folder, folder / "inputs"
     )
+    copied = folder / "inputs" / "repo" / "submissions" / verification.submission.name
+    if submission.code_sha256(copied) != verification.submission.code_sha256:
+        folder_name = verification.submission.folder
+        raise RunChanged(f"{folder_name} changed while it was verified. Start again: it is other code now.")
     verification.say(f"run {number}: training with seed {seed}")
     ran = _train(verification, folder, places, seed)
     durable.replace(folder / "train.log", ran.log.encode(errors="replace"))
@@ -284,7 +313,7 @@ def machine_facts() -> dict[str, Any]:
     return {
         "processor": models[0] if models else platform.processor(),
         "num_threads_here": len(os.sched_getaffinity(0)),
-        "load_before": os.getloadavg()[0],
+        "load_at_end": os.getloadavg()[0],
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {"hotlap": hotlap.__version__, **versions},
