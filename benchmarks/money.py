@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -98,9 +99,12 @@ def book(home: Path, num_rows: int) -> Ledger:
         {**vars(make_lease(f"old{n}")), "day": "2027-01-15", "state": "settled", "ended_s": NOON_S}
         for n in range(num_rows)
     ]
-    with ledger._writing() as db:
+
+    def fill(db: Any, _is_again: bool) -> None:
         for start in range(0, num_rows, 10_000):
             db.execute(_LEASES.insert(), rows[start : start + 10_000])
+
+    ledger._write(fill)
     return ledger
 
 
