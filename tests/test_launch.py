@@ -372,3 +372,10 @@ def test_secrets_are_cut_out_the_longest_first() -> None:
     env: dict[str, Any] = {"A_TOKEN": "abcdef", "B_KEY": "abcdefgh", "PLAIN": "visible", "SHORT_KEY": "ab"}
     redact = redactor("postgresql://u:passw0rd@h/d", env)
     assert redact("abcdefgh abcdef ab visible passw0rd") == "[redacted] [redacted] ab visible [redacted]"
+
+
+@pytest.mark.parametrize("name", ["DB_PASS", "GITHUB_PAT", "BASIC_AUTH", "PGPASSWORD", "HF_TOKEN", "AWS_SECRET_KEY"])
+def test_names_of_secrets(name: str) -> None:
+    assert redactor(env={name: "planted-value", "GIT_AUTHOR_NAME": "Ada Lovelace"})("planted-value, Ada Lovelace") == (
+        "[redacted], Ada Lovelace"
+    )

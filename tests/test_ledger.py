@@ -22,7 +22,7 @@ from hotlap.cloud.lease import Lease, Sum, day_of, forecast, next_day_s, overdue
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.money import Amount, Rate, loss_bound_s, ttl_s, usd, worst_rate
 from hotlap.config import BudgetConfig, CloudConfig, LimitsConfig, ReaperConfig
-from hotlap.errors import BudgetRefused, CorruptFile, RunLocked, StorageFailed
+from hotlap.errors import BudgetRefused, CorruptFile, RunLocked, StorageFailed, VolumeGone
 
 pytestmark = pytest.mark.long
 
@@ -233,9 +233,11 @@ def test_history_runs_and_forecast(ledger: Ledger) -> None:
     assert [(day.name, day.charged.gpu_s) for day in days] == [(day_of(NOON_S + n * 86_400), 50) for n in (1, 2)]
     (run,) = ledger.runs_since(day_of(NOON_S))
     assert run == {"run": "r", "num_machines": 3, "gpu_s": 150, "usd_micros": 150_000}
-    ahead = forecast(days, CloudConfig())
-    assert ahead["usd_micros_per_30_days"] == 30 * 50_000
-    assert forecast([], CloudConfig())["usd_micros_per_day"] == 0
+    today = days[-1].name
+    assert forecast(days, CloudConfig(), today)["usd_micros_per_30_days"] == 30 * 50_000
+    later = day_of(NOON_S + 10 * 86_400)  # eight days without spending count as well
+    assert forecast(days, CloudConfig(), later)["usd_micros_per_30_days"] == 30 * 10_000
+    assert forecast([], CloudConfig(), today)["usd_micros_per_day"] == 0
     assert len(ledger.leases_of("r")) == 3 and len(ledger.leases_since(days[0].name)) == 2
 
 
@@ -275,7 +277,7 @@ import os, signal, sys
 from money import make_lease
 from hotlap.cloud.ledger import Ledger
 from hotlap.config import load_cloud
-from hotlap.errors import BudgetRefused
+from hotlap.errors import BudgetRefused, VolumeGone
 
 settings = load_cloud()
 Ledger(settings).close()
@@ -400,3 +402,10 @@ def test_the_worst_case_loss_is_ttl_reaper_period_and_proof() -> None:
 def test_sum_and_lease_are_plain_data() -> None:
     lease: Lease = make_lease()
     assert lease.amount == Amount(100, 100_000) and Sum("d", Amount(1, 2), Amount()).charged.gpu_s == 1
+
+
+@pytest.mark.parametrize("url", ["no address", "postgresql://u:planted@h:abc/d"])
+def test_an_address_that_is_none_is_told_without_its_password(url: str) -> None:
+    with pytest.raises(VolumeGone, match=r"ledger.url in cloud.toml is no address") as caught:
+        Ledger(CloudConfig(), url)
+    assert "planted" not in str(caught.value)

@@ -153,7 +153,14 @@ def test_the_command_arrives_whole(profile: str, open_client: Open) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["http://api.runpod.io/v2", "http://10.0.0.1/v2", "http://127.0.0.1.evil.example/v2", "ftp://127.0.0.1/", ""],
+    [
+        "http://api.runpod.io/v2",
+        "http://10.0.0.1/v2",
+        "http://127.0.0.1.evil.example/v2",
+        "ftp://127.0.0.1/",
+        "http://[",
+        "",
+    ],
 )
 def test_a_key_never_travels_in_the_clear(url: str) -> None:
     with pytest.raises(ConfigError, match="https"):

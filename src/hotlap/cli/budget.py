@@ -60,7 +60,7 @@ def _report(days: list["Sum"], runs: list[dict[str, Any]], state: dict[str, Any]
         "today": state,
         "days": [_day_row(day) for day in days],
         "runs": [_run_row(run) for run in runs],
-        "forecast": forecast(days, settings),
+        "forecast": forecast(days, settings, state["day"]),
     }
 
 

@@ -108,8 +108,12 @@ def result_of(told: Mapping[str, Any] | None, returncode: int, did_overrun: bool
 
 def may_carry_a_key(url: str) -> bool:
     """A key is sent over TLS only, or to this machine itself."""
-    parts = urlsplit(url)
-    return parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1"))
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname
+    except ValueError:  # no address at all
+        return False
+    return parts.scheme == "https" or (parts.scheme == "http" and host in ("127.0.0.1", "localhost", "::1"))
 
 
 def event_line(event: str, **facts: Any) -> str:

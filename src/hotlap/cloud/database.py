@@ -42,7 +42,7 @@ def open_engine(url: str) -> sa.Engine:
         else:
             given = {"connect_timeout": _CONNECT_TIMEOUT_S}
             engine = sa.create_engine(parsed, hide_parameters=True, connect_args=given, pool_pre_ping=True)
-    except exc.ArgumentError:
+    except (exc.ArgumentError, ValueError):  # of a port that is none
         raise VolumeGone("ledger.url in cloud.toml is no address of a database. Correct it.") from None
     except ImportError as error:
         raise VolumeGone(
@@ -76,7 +76,7 @@ def shown(url: str) -> str:
     """An address as it may be read by anybody: without its password, and without its parameters, which may hold one."""
     try:
         return sa.make_url(url).set(query={}).render_as_string(hide_password=True)
-    except exc.ArgumentError:
+    except (exc.ArgumentError, ValueError):
         return "that ledger.url names"
 
 

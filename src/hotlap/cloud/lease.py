@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from typing import Any, Literal
 
 from hotlap import clock
@@ -123,10 +123,12 @@ def next_day_s(at_s: float) -> float:
     return (day + timedelta(days=1)).timestamp()
 
 
-def forecast(days: Iterable[Sum], settings: CloudConfig) -> dict[str, Any]:
-    """What goes on as in these days costs: the mean day, and what a month of them would be."""
-    spent = [day.charged.usd_micros for day in days]
-    mean = -(-sum(spent) // len(spent)) if spent else 0
+def forecast(days: Iterable[Sum], settings: CloudConfig, today: str) -> dict[str, Any]:
+    """What going on as since the first of these days costs: the mean day, those without spending included, and what a
+    month of them would be."""
+    spent = {day.name: day.charged.usd_micros for day in days}
+    num_days = (date.fromisoformat(today) - date.fromisoformat(min(spent, default=today))).days + 1
+    mean = -(-sum(spent.values()) // max(1, num_days))
     most = settings.budget.usd_micros_per_day
     return {
         "usd_micros_per_day": mean,

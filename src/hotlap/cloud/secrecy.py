@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH(?!OR)|(^|_)PAT(_|$)", re.IGNORECASE)
 _SHORTEST = 6
 """A shorter value would be found in ordinary words."""
 
