@@ -19,7 +19,7 @@ import pytest
 
 pytestmark = pytest.mark.torch
 
-SHAKESPEARE = Path("/work/shared/data/text/tinyshakespeare.txt")
+SHAKESPEARE = Path(__file__).resolve().parents[2] / "shared" / "data" / "text" / "tinyshakespeare.txt"
 SMALL = {"width": 32, "depth": 1, "context": 16, "batch_size": 4, "input_ngram": 2, "table_rows": 4096}
 
 
