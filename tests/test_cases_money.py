@@ -66,6 +66,7 @@ def test_b59c_five_minutes_without_the_provider_end_in_order(stage: Callable[...
     except Survivors:
         s.reap_until(TTL_S + 2 * REAPER_PERIOD_S)
     s.require_sound()
+    assert len(s.made()) == 1 and s.leases()[0].state == "settled"
 
 
 def test_b59d_one_whose_id_was_never_stored_is_found_by_its_tags(stage: Callable[..., Stage]) -> None:

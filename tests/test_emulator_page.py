@@ -12,4 +12,5 @@ PAGE = Path(__file__).parent.parent / "docs" / "emulator.md"
 
 def test_the_example_runs() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
+    assert code.count("assert ") >= 1, "the example says what comes of it"
     exec(compile(code, str(PAGE), "exec"), {})

@@ -140,6 +140,10 @@ def test_nested_the_inner_words_stay():
         raise OSError(errno.ENOSPC, "full")
 
 
-def test_without_an_error_nothing_happens():
+def test_without_an_error_the_work_is_done_and_other_errors_pass():
+    done: list[int] = []
     with storage_errors(Path("runs/a")):
-        pass
+        done.append(1)
+    with pytest.raises(ZeroDivisionError), storage_errors(Path("runs/a")):
+        done.append(1 // 0)
+    assert done == [1]

@@ -126,6 +126,7 @@ def test_a_command_that_ends_leaves_nothing_running(provider: LocalProvider) -> 
     (pid,) = pids_in(provider, machine, 1)
     wait_until(lambda: not is_alive(pid))
     wait_until(lambda: provider.machines().machines[0].state == "exited")
+    assert not is_alive(pid)
 
 
 def test_a_date_that_is_over_is_refused(provider: LocalProvider) -> None:
