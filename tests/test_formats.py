@@ -204,7 +204,7 @@ def written(folder: Path, kind: str, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    pa = pytest.importorskip("pyarrow")
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     table = pa.Table.from_pylist(rows)
