@@ -1,6 +1,6 @@
 """From sources to packed rows: tokenize each, choose, pack; each step cached under the hash of what it depends on."""
 
-# E pieces of a source
+# E pieces of a chunk, U examples of a source that can be used
 
 import functools
 from collections import Counter
@@ -9,13 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hotlap import artifacts, clock, durable
 from hotlap.config import RunConfig
 from hotlap.config_data import DataConfig, MixConfig
 from hotlap.data.cache import build_once, drop_if_damaged
-from hotlap.data.choose import Choice, choose, uses_seed
+from hotlap.data.choose import Choice, choose, spread, too_long, uses_seed
 from hotlap.data.facts import Facts
 from hotlap.data.left_out import TOO_LONG, LeftOut, Tally, table
 from hotlap.data.packed import PackedDataset, Packing, folder_of, open_packed
@@ -244,8 +242,8 @@ class _Build:
 
     def __init__(self, plan: _Plan, part: _Part, tokenized: list[Tokenized]) -> None:
         self._plan, self._part, self._tokenized = plan, part, tokenized
-        self._indexes = [each.index() for each in tokenized]
-        self._choice: Choice = choose(self._indexes, part.weights, part.settings, plan.seed, part.where)
+        indexes = [each.index for each in tokenized]
+        self._choice: Choice = choose(indexes, part.weights, part.settings, plan.seed, part.where)
 
     def write(self, staged: Path) -> Facts:
         seq_len = self._part.settings.seq_len
@@ -272,45 +270,48 @@ class _Build:
         return facts
 
     def _pieces(self) -> Iterator[Rendered]:
-        for number, each in enumerate(self._tokenized):
-            copies_E = self._choice.copies[number]
+        settings = self._part.settings
+        for each, copies_U, is_held_out_U in zip(
+            self._tokenized, self._choice.copies, self._choice.is_held_out, strict=True
+        ):
             if not self._part.is_trained:
-                copies_E = self._choice.is_held_out[number].astype(np.int32)
-            for copy in range(int(copies_E.max(initial=0))):
-                yield from each.pieces(copies_E > copy)
+                yield from each.pieces(spread(each.index, settings, is_held_out_U))
+                continue
+            for copy in range(int(copies_U.max(initial=0))):
+                yield from each.pieces(copies_E > copy for copies_E in spread(each.index, settings, copies_U))
 
     def _left_out(self) -> tuple[LeftOut, ...]:
         """What is in no row, for which reason. What is held out of the same sources is told with what is trained."""
         if not self._part.is_trained:
             return ()
         tally = Tally()
-        for number, each in enumerate(self._tokenized):
+        for each in self._tokenized:
             for entry in each.facts.left_out:
                 tally.add(entry)
-            for entry in self._too_long(number):
+            for entry in self._too_long(each):
                 tally.add(entry)
         return tally.entries
 
-    def _too_long(self, number: int) -> Iterator[LeftOut]:
-        index_E, each = self._indexes[number], self._tokenized[number]
-        for piece in index_E[self._choice.is_too_long[number]]:
-            num_tokens = int(piece["num_tokens"])
-            reason = f"It has {num_tokens:,} tokens."
-            file = each.facts.files[int(piece["file"])]
-            yield LeftOut(TOO_LONG, reason, file, each.facts.unit, 1, (int(piece["line"]),), num_tokens)
+    def _too_long(self, each: Tokenized) -> Iterator[LeftOut]:
+        for index_E in each.index():
+            for piece in index_E[too_long(index_E, self._part.settings)]:
+                num_tokens = int(piece["num_tokens"])
+                reason = f"It has {num_tokens:,} tokens."
+                file = each.facts.files[int(piece["file"])]
+                yield LeftOut(TOO_LONG, reason, file, each.facts.unit, 1, (int(piece["line"]),), num_tokens)
 
     def _longest(self) -> int:
-        return max((int(index_E["num_tokens"].max(initial=0)) for index_E in self._indexes), default=0)
+        return max(int(index_E["num_tokens"].max(initial=0)) for each in self._tokenized for index_E in each.index())
 
     def _list_left_out(self, staged: Path) -> None:
         """Every row that is left out, in a file beside the rows."""
         path = staged / _LEFT_OUT
         durable.append_rows(path, [])
-        for number, each in enumerate(self._tokenized if self._part.is_trained else []):
+        for each in self._tokenized if self._part.is_trained else []:
             durable.append_rows(path, each.left_out_rows())
             rows = (
                 {"source": entry.source, entry.unit: entry.lines[0], "kind": entry.kind, "tokens": entry.fewest_tokens}
-                for entry in self._too_long(number)
+                for entry in self._too_long(each)
             )
             durable.append_rows(path, rows)
         durable.sync_file(path)

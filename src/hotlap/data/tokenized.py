@@ -5,7 +5,7 @@ comes next goes on behind the last whole chunk. Neither row length nor seed play
 from tokens takes a fraction of the time.
 """
 
-# E pieces of a chunk or of a source, L tokens of one
+# E pieces of a chunk, L tokens of one
 
 import gc
 from collections import deque
@@ -56,23 +56,15 @@ class Tokenized:
     facts: TokenizedFacts
     chunks: tuple[Path, ...]
 
-    def index(self) -> npt.NDArray[Any]:
-        """An `INDEX_DTYPE` entry for each of the E pieces."""
-        index_E = np.empty(self.facts.num_pieces, dtype=INDEX_DTYPE)
-        first = 0
+    def index(self) -> Iterator[npt.NDArray[Any]]:
+        """An `INDEX_DTYPE` entry for each of the pieces, a chunk's at a time."""
         for chunk in self.chunks:
-            part = np.fromfile(chunk / INDEX, dtype=INDEX_DTYPE)
-            index_E[first : first + len(part)] = part
-            first += len(part)
-        return index_E
+            yield np.fromfile(chunk / INDEX, dtype=INDEX_DTYPE)
 
-    def pieces(self, is_wanted_E: npt.NDArray[np.bool_]) -> Iterator[Rendered]:
-        """The pieces that are wanted, in order, a chunk in memory at a time."""
-        first = 0
-        for chunk in self.chunks:
-            index_E = np.fromfile(chunk / INDEX, dtype=INDEX_DTYPE)
-            wanted = np.flatnonzero(is_wanted_E[first : first + len(index_E)])
-            first += len(index_E)
+    def pieces(self, are_wanted: Iterable[npt.NDArray[np.bool_]]) -> Iterator[Rendered]:
+        """The pieces that are wanted of each chunk, in order, a chunk in memory at a time."""
+        for chunk, index_E, is_wanted_E in zip(self.chunks, self.index(), are_wanted, strict=True):
+            wanted = np.flatnonzero(is_wanted_E)
             if len(wanted) == 0:
                 continue
             # Read, not mapped: pages of a map stay in the process's memory after their use.
