@@ -5,6 +5,7 @@ kernels promise: from what they are handed, and from that alone.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def loops(module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any
     assert given["cu_seq_lens_q"].dtype == torch.int32
     assert given["max_length_q"] == given["max_length_k"] == max(np.diff(ends))
     found = []
-    for first, stop in zip(ends, ends[1:], strict=False):
+    for first, stop in pairwise(ends):
         part = slice(first, stop)
         sees = torch.ones(stop - first, stop - first, dtype=torch.bool).tril()
         if given.get("sliding_window") is not None:
@@ -152,11 +153,11 @@ def test_a_kernel_that_mixes_examples_is_refused_and_the_mask_stays(
     ours, data = adapted(tiny_model), packed(tmp_path)
     by_mask = loss_of(ours, data)
     register(monkeypatch, one_row)
-    with pytest.raises(ConfigError, match="'flash' is not seen to keep examples of a row apart. Set slice.attention"):
+    with pytest.raises(ConfigError, match=r"'flash' is not seen to keep examples of a row apart. Set slice.attention"):
         ours.use_kernel("flash")
     assert loss_of(ours, data)[0] == by_mask[0]
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="'flash' does not work here: .*. Set slice.attention_kernel = 'mask'"):
+    with pytest.raises(ConfigError, match=r"'flash' does not work here: .*. Set slice.attention_kernel = 'mask'"):
         ours.use_kernel("flash")  # the real one, without its package
     assert loss_of(ours, data)[0] == by_mask[0]
 

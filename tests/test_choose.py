@@ -74,7 +74,8 @@ def test_pruning_keeps_what_it_says(by: Any, keep: int, expected: list[int]) -> 
 
 def test_pruning_by_seed_is_another_choice_with_another_seed() -> None:
     settings_ = DataConfig(prune=PruneConfig(by="seed", keep=10))
-    kept = [choose([in_parts(index_of([5] * 100))], [1.0], settings_, seed, "x").copies[0].tolist() for seed in (1, 1, 2)]
+    parts = [in_parts(index_of([5] * 100))]
+    kept = [choose(parts, [1.0], settings_, seed, "x").copies[0].tolist() for seed in (1, 1, 2)]
     assert kept[0] == kept[1] != kept[2] and sum(kept[0]) == 10
     assert uses_seed(settings_, [1.0]) and not uses_seed(DataConfig(), [2.0]) and uses_seed(DataConfig(), [0.5])
 

@@ -44,9 +44,7 @@ class Choice:
     """Usable examples that a weight below 1 leaves out."""
 
 
-def choose(
-    indexes: Sequence[Index], weights: Sequence[float], settings: DataConfig, seed: int, where: str
-) -> Choice:
+def choose(indexes: Sequence[Index], weights: Sequence[float], settings: DataConfig, seed: int, where: str) -> Choice:
     """The choice among the pieces of some sources, in memory of three bytes an example.
 
     Raises:

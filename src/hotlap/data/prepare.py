@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from hotlap.data.facts import Facts
 from hotlap.data.left_out import TOO_LONG, LeftOut, Tally, table
 from hotlap.data.packed import PackedDataset, Packing, folder_of, open_packed
 from hotlap.data.readers import Source
-from hotlap.data.render import Rendered, Renderer, read_template
+from hotlap.data.render import DAY_FUNCTION, Rendered, Renderer, read_template
 from hotlap.data.rows import write_rows
 from hotlap.data.tokenized import Tokenized, tokenize
 from hotlap.errors import BadData
+from hotlap.pins import Stamp, stamp_of
 
 # Part of every fingerprint: raise it when the same input gives other tokens, rows or files.
-_FORMAT = 3
+_FORMAT = 4
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -81,6 +83,8 @@ class _Plan:
     rendering: dict[str, Any]
     deadline: clock.Deadline | None
     hashes: dict[Path, str] = field(default_factory=dict)
+    stamps: dict[Path, Stamp] = field(default_factory=dict)
+    """What the file system said of a file before it was hashed."""
 
     @property
     def settings(self) -> DataConfig:
@@ -91,6 +95,7 @@ class _Plan:
         root = source.place if source.place.is_dir() else source.place.parent
         for file in source.files:
             if file.path not in self.hashes:
+                self.stamps[file.path] = stamp_of(file.path)
                 self.hashes[file.path] = durable.sha256_file(file.path)
         return {
             file.path.relative_to(root).as_posix() if source.place.is_dir() else "": (
@@ -129,6 +134,7 @@ def prepare(
             "tools": settings.tools,
             "turns": settings.turns,
             "append_end": settings.append_end,
+            "day": _today() if _reads_the_day(tokenizer_folder, places.chat_template) else None,
         },
         deadline,
     )
@@ -140,7 +146,10 @@ def prepare(
         packed.append(_open_or_build(plan, _Part("held-out", [Source(places.eval_dataset, alone)], alone, True)))
     elif settings.eval_examples:
         packed.append(_open_or_build(plan, _Part("held-out", sources, settings, is_trained=False)))
-    return Packing(packed[0], packed[1] if len(packed) > 1 else None)
+    packing = Packing(packed[0], packed[1] if len(packed) > 1 else None)
+    if (leak := packing.leak_in_words()) is not None:
+        say(leak)
+    return packing
 
 
 def _renderer(folder: Path, settings: DataConfig, chat_template: Path | None, say: Say) -> Renderer:
@@ -148,6 +157,20 @@ def _renderer(folder: Path, settings: DataConfig, chat_template: Path | None, sa
     for doubt in renderer.doubts():
         say(doubt)
     return renderer
+
+
+def _reads_the_day(tokenizer_folder: Path, chat_template: Path | None) -> bool:
+    """Whether the chat template writes the date, so that tokens made on another day are others."""
+    if chat_template is not None:
+        return DAY_FUNCTION in read_template(chat_template)
+    patterns = ("tokenizer_config.json", "chat_template*", "additional_chat_templates/*")
+    paths = [path for pattern in patterns for path in tokenizer_folder.glob(pattern) if path.is_file()]
+    return any(DAY_FUNCTION.encode() in path.read_bytes() for path in paths)
+
+
+def _today() -> str:
+    """As the template's function sees it: in this machine's time zone."""
+    return datetime.fromtimestamp(clock.wall_s()).date().isoformat()
 
 
 def _mixed(places: tuple[Path, ...], settings: DataConfig) -> list[Source]:
@@ -229,12 +252,24 @@ def _fingerprint(**settings: Any) -> str:
 
 
 def _tokenize(plan: _Plan, source: Source, fingerprint: str) -> Tokenized:
-    def is_unchanged() -> bool:
-        return all(durable.sha256_file(file.path) == plan.hashes[file.path] for file in source.files)
-
     words = sorted({file.container.words for file in source.files})
     plan.say(f"{source.place} is {' and '.join(words)}.")
-    return tokenize(source, fingerprint, plan.get_renderer, is_unchanged, plan.say, plan.deadline)
+    for file in source.files:
+        if file.path.stat().st_size == 0:
+            plan.say(f"{file.path} is empty: it has 0 bytes and gives no examples.")
+    return tokenize(source, fingerprint, plan.get_renderer, _Watch(plan, source), plan.say, plan.deadline)
+
+
+@dataclass(frozen=True)
+class _Watch:
+    plan: _Plan
+    source: Source
+
+    def is_untouched(self) -> bool:
+        return all(stamp_of(file.path) == self.plan.stamps[file.path] for file in self.source.files)
+
+    def is_unchanged(self) -> bool:
+        return all(durable.sha256_file(file.path) == self.plan.hashes[file.path] for file in self.source.files)
 
 
 class _Build:

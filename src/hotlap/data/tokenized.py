@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,18 @@ _NUM_RENDERING = 2
 
 Say = Callable[[str], None]
 _RenderedBatch = tuple[Batch, Outcomes]
+
+
+class Watch(Protocol):
+    """Whether a source is still what its fingerprint says."""
+
+    def is_untouched(self) -> bool:
+        """Whether no file was written to, by what the file system says. Costs nothing, so a chunk asks it."""
+        ...
+
+    def is_unchanged(self) -> bool:
+        """Whether the bytes are the same."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +96,7 @@ def tokenize(
     source: Source,
     fingerprint: str,
     get_renderer: Callable[[], Renderer],
-    is_unchanged: Callable[[], bool],
+    watch: Watch,
     say: Say,
     deadline: clock.Deadline | None = None,
 ) -> Tokenized:
@@ -97,13 +109,13 @@ def tokenize(
     final = _folder(fingerprint)
     tokenized = _opened(fingerprint, say)
     if tokenized is None:
-        build = _Build(source, final, get_renderer, say, deadline)
+        build = _Build(source, final, get_renderer, watch, say, deadline)
 
         def build_all(staged: Path) -> dict[str, Any]:
             facts = build.run()
-            if not is_unchanged():
+            if not watch.is_unchanged():
                 build.remove_chunks()
-                raise BadData(f"{source.place} changed while it was read. Run the same command again when it is done.")
+                raise _changed(source)
             durable.write_synced(staged / "README", b"The chunks lie in the folder of the same name.\n")
             return asdict(facts)
 
@@ -113,6 +125,10 @@ def tokenize(
     if source.settings.bad_rows == "refuse":
         require_good(source, tokenized.facts.left_out, tokenized.facts.num_read)
     return tokenized
+
+
+def _changed(source: Source) -> BadData:
+    return BadData(f"{source.place} changed while it was read. Run the same command again when it is done.")
 
 
 def require_good(source: Source, left_out: Iterable[LeftOut], num_read: int) -> None:
@@ -170,9 +186,11 @@ class _Build:
         source: Source,
         final: Path,
         get_renderer: Callable[[], Renderer],
+        watch: Watch,
         say: Say,
         deadline: clock.Deadline | None,
     ) -> None:
+        self._watch = watch
         self._source, self._final, self._say, self._deadline = source, final, say, deadline
         self._get_renderer = get_renderer
         self._files = tuple(str(file.path) for file in source.files)
@@ -188,6 +206,8 @@ class _Build:
             while True:
                 chunk = Chunk(self._files, facts.num_read)
                 is_last = self._fill(chunk, rendered, facts)
+                if not self._watch.is_untouched():
+                    raise _changed(self._source)
                 if chunk.facts.num_read:
                     build_once(_chunk_folder(self._final, number), chunk.write, self._say)
                     facts, number = facts.plus(chunk.facts), number + 1

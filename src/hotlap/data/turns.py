@@ -42,8 +42,9 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._settings = settings
         self._openings: dict[str, str | _Refused] = {}
-        is_proven = isinstance(tokenizer.chat_template, str) and copies_contents(tokenizer.chat_template)
-        self._skeletons = Skeletons(lambda chat, is_prompt: self._apply([chat], None, is_prompt)[0]) if is_proven else None
+        self._skeletons: Skeletons | None = None
+        if isinstance(tokenizer.chat_template, str) and copies_contents(tokenizer.chat_template):
+            self._skeletons = Skeletons(lambda chat, is_prompt: self._apply([chat], None, is_prompt)[0])
 
     def prompt(self, example: Example) -> str | BadRow:
         """The conversation as a model sees it before it answers."""
@@ -99,7 +100,8 @@ class ChatTemplate:
         if self._skeletons is None:
             return self._ask(examples, cuts, is_prompt)
         found = [self._by_shape(self._skeletons, examples[row], num, is_prompt) for row, num in cuts]
-        asked = iter(self._ask(examples, [cut for cut, text in zip(cuts, found, strict=True) if text is None], is_prompt))
+        unknown = [cut for cut, text in zip(cuts, found, strict=True) if text is None]
+        asked = iter(self._ask(examples, unknown, is_prompt))
         return [next(asked) if text is None else text for text in found]
 
     def _by_shape(self, skeletons: Skeletons, example: Example, num_messages: int, is_prompt: bool) -> str | None:

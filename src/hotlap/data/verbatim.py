@@ -74,8 +74,8 @@ def copies_contents(template: str) -> bool:
 class _Proof:
     """Follows `messages`, and the names that loops give to each, through a template.
 
-    A value is *copied* on its way into the text, *tested* where only its truth counts, a *base* where one of its keys is
-    taken. Anywhere else a message, and what it says, may become anything.
+    A value is *copied* on its way into the text, *tested* where only its truth counts, a *base* where one of its keys
+    is taken. Anywhere else a message, and what it says, may become anything.
     """
 
     def __init__(self, tree: Any) -> None:
@@ -152,5 +152,5 @@ class _Proof:
             # A method of a dict or a list is a way to everything in it.
             return not hasattr(dict, key) and not hasattr(list, key)
         # A message of the list, of which nothing but a key may be taken.
-        is_place = self._is_list(node.node) and not self._mentions(node.arg)
+        is_place = isinstance(node, nodes.Getitem) and self._is_list(node.node) and not self._mentions(node.arg)
         return is_place and use == "base"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from hotlap.errors import ConfigError
 

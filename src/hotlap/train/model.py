@@ -87,7 +87,7 @@ class AdaptedModel:
         """Attend with a kernel of `attention.IMPLEMENTATIONS` instead of with a mask.
 
         Raises:
-            ConfigError: it does not work here, or is not seen to keep examples of a row apart; a mask does it as before.
+            ConfigError: it does not work here, or is not seen to keep examples apart; a mask does it as before.
         """
         causal_lm: Any = self.peft_model.get_base_model()
         before, was_training = causal_lm.config._attn_implementation, self.peft_model.training
