@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +126,33 @@ def test_what_is_held_out_stands_first_in_the_seed_s_permutation() -> None:
     chosen = choose([lambda: iter(np.split(index, 10))], [1.0], DataConfig(eval_examples=1000), 7, "x")
     expected = permutation(7, HELD_OUT_STREAM, len(index))[:1000]
     assert np.flatnonzero(chosen.is_held_out[0]).tolist() == sorted(expected.tolist())
+
+
+@pytest.mark.parametrize("by", ["shortest", "seed"])
+def test_choosing_takes_a_few_bytes_an_example(by: Any) -> None:
+    """An index is 30 bytes an example, a permutation 16: neither may be in memory whole."""
+
+    part = index_of([5 + at % 7 for at in range(10_000)])
+
+    def peak_bytes(num_examples: int) -> int:
+        def index() -> Iterator[Any]:
+            for first in range(0, num_examples, len(part)):
+                moved = part.copy()
+                moved["row"] += first
+                yield moved
+
+        settings_ = DataConfig(eval_examples=100, prune=PruneConfig(by=by, keep=num_examples // 2))
+        tracemalloc.start()
+        try:
+            chosen = choose([index], [1.5], settings_, 1, "x")
+            sums = [int(copies_E.sum()) for copies_E in spread(index, settings_, chosen.copies[0])]
+            assert sum(sums) == num_examples * 3 // 4
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    grown_bytes = peak_bytes(170_000) - peak_bytes(70_000)
+    assert grown_bytes < 12 * 100_000
 
 
 def test_too_long_is_judged_by_the_policy() -> None:
