@@ -334,6 +334,14 @@ OTHER_VALUES: dict[str, Any] = {
     "optim.kind": "adamw8bit",
     "optim.lora_plus_ratio": 16.0,
     "optim.warmdown_ratio": 0.5,
+    "optim.schedule_steps": 50,
+    "techniques.chunked_loss": True,
+    "techniques.adapter_precision": "model",
+    "techniques.fused_projections": True,
+    "techniques.staged": {"after_step": 8, "tail_passes": 2},
+    "techniques.integrated_lr": 0.01,
+    "techniques.compile": True,
+    "techniques.kernels": True,
     "train.neftune_alpha": 5.0,
     "slice.gradient_checkpointing": True,
     "eval.patience": 3,
@@ -368,7 +376,7 @@ def test_every_setting_is_tried_below():
 @pytest.mark.parametrize("key", OTHER_VALUES)
 def test_the_name_changes_exactly_with_the_trajectory(key: str):
     other = changed(key, OTHER_VALUES[key])
-    sections = ("base_model", "dataset", "data", "packing", "model", "lora", "optim", "train", "seed")
+    sections = ("base_model", "dataset", "data", "packing", "model", "lora", "optim", "train", "techniques", "seed")
     decides = key.partition(".")[0] in sections
     assert (other.run_name != run_config().run_name) == decides
     assert (other.trajectory != run_config().trajectory) == decides

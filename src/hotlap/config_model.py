@@ -76,6 +76,9 @@ class OptimConfig(Config):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly to its peak."""
 
+    schedule_steps: int | None = Field(default=None, ge=1)
+    """Steps for which the schedule is laid out; a run that ends earlier stops on the way. Absent: the run's own."""
+
     warmdown_ratio: float = Field(default=0.2, gt=0, le=1)
     """Share of the run over which `warmdown` falls. The other schedules ignore it."""
 
