@@ -138,7 +138,8 @@ class RunConfig(Config):
     def trajectory(self) -> dict[str, Any]:
         """The settings that decide what is learned, as JSON values."""
         settings = self.model_dump(mode="json", include=set(TRAJECTORY_KEYS))
-        return {**settings, "techniques": self.techniques.trajectory}
+        # Left out where none is set, so that older runs keep their names.
+        return settings | ({"techniques": techniques} if (techniques := self.techniques.trajectory) else {})
 
     @property
     def run_name(self) -> str:

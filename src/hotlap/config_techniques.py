@@ -56,29 +56,21 @@ class TechniquesConfig(Config):
 
     @property
     def trajectory(self) -> dict[str, object]:
-        """The switches that change what is learned, if only its rounding, as JSON values."""
-        return self.model_dump(mode="json", include=set(_LEARNED))
+        """The switches that are set and change what is learned, if only its rounding, as JSON values."""
+        return self.model_dump(mode="json", include=set(_LEARNED), exclude_defaults=True)
 
     def misfit(self, lora: LoraConfig, model: ModelConfig, neftune_alpha: float | None) -> str | None:
         """Why these techniques do not go with the other settings, in words, or None."""
-        if self.fused_projections:
-            if model.quantization is not None:
-                return (
-                    "techniques.fused_projections joins weight matrices, which model.quantization has packed; take one"
-                )
-            if lora.dora or lora.dropout:
-                return "techniques.fused_projections shares one input, and lora.dora and lora.dropout make others; take one"
-        if self.staged is not None:
-            if lora.dropout or neftune_alpha is not None:
-                return "techniques.staged keeps what frozen layers compute, and lora.dropout or NEFTune makes it random"
-            if lora.modules_to_save:
-                return (
-                    "techniques.staged freezes the lower layers' LoRA, and cannot tell what lora.modules_to_save feeds"
-                )
+        if self.fused_projections and model.quantization is not None:
+            return "techniques.fused_projections joins weights, which model.quantization has packed; take one"
+        if self.fused_projections and (lora.dora or lora.dropout):
+            return "techniques.fused_projections needs one input for all, so neither lora.dora nor lora.dropout"
+        if self.staged is not None and (lora.dropout or neftune_alpha is not None):
+            return "techniques.staged keeps what frozen layers give, so neither lora.dropout nor train.neftune_alpha"
+        if self.staged is not None and lora.modules_to_save:
+            return "techniques.staged freezes lower layers; lora.modules_to_save may lie below or above them; take one"
         if self.adapter_precision == "model" and lora.init == "pissa":
-            return (
-                "techniques.adapter_precision = 'model' rounds the part that lora.init = 'pissa' took out of the base"
-            )
+            return "techniques.adapter_precision = 'model' would round what lora.init = 'pissa' took out of the base"
         return None
 
 
