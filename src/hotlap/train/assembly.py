@@ -34,7 +34,9 @@ def assemble(opened: OpenedRun, context: Context) -> tuple[model.AdaptedModel, t
             f"trained and saved with the adapter; its folder has the tokenizer, from which PEFT sees how many."
         )
     name = artifacts.base_name(config.base_model, opened.model_folder)
-    adapted = model.attach_lora(base, config.lora, identity.seed, name, config.train.neftune_alpha, new_rows)
+    adapted = model.attach_lora(
+        base, config.lora, identity.seed, name, config.train.neftune_alpha, new_rows, config.techniques
+    )
     if config.lora.init_from is not None:
         _warm_start(adapted, Path(config.lora.init_from))
     if config.slice.gradient_checkpointing:
