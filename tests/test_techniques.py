@@ -318,4 +318,4 @@ def loss_and_gradients(adapted: Any, hidden_of: Any = None) -> tuple[float, dict
 def require_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert set(found) == set(expected)
     for name, gradient in expected.items():
-        assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()) + 1e-7, name
+        assert float((found[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()) + 1e-7, name

@@ -41,6 +41,11 @@ class Order:
             return False
         return step + self._steps_in_pass(self.tail_after) <= self.num_steps
 
+    @property
+    def num_tail_rows(self) -> int:
+        """Rows in one pass of the tail."""
+        return 0 if self.tail_after is None else self.rows_per_step * self._steps_in_pass(self.tail_after)
+
     def _steps_in_pass(self, tail_after: int) -> int:
         return math.ceil((self.num_steps - tail_after) / self.tail_passes)
 
