@@ -285,6 +285,43 @@ def test_what_cannot_be_staged_is_refused(tmp_path: Path) -> None:
             Stage(adapted, StagedConfig(after_step=1, top_layers=top_layers), order)
 
 
+# --- learning rates, and kernels of others ---
+
+
+def test_the_learning_rates_of_record_5_can_be_said() -> None:
+    from hotlap.config import OptimConfig
+    from hotlap.config_techniques import StagedConfig
+    from hotlap.train.optim import Schedule
+
+    told = OptimConfig(lr=8e-4, warmup_steps=4, schedule_steps=20, final_lr_ratio=0.05)
+    schedule = Schedule(told, TechniquesConfig(staged=StagedConfig(after_step=8, lr=8e-4)), 12)
+    rates = [1e4 * schedule.at(step) for step in range(1, 13)]
+    expected = [2.0, 4.0, 6.0, 8.0, 8.0, 7.927, 7.711, 7.360, 8.0, 8.0, 8.0, 8.0]
+    assert rates == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("num_steps", [10, 40])
+def test_the_integrated_learning_rate_is_the_same_for_every_length(num_steps: int) -> None:
+    from hotlap.config import OptimConfig
+    from hotlap.train.optim import Schedule, lr_at
+
+    config = OptimConfig(lr=123.0, warmup_steps=3)
+    schedule = Schedule(config, TechniquesConfig(integrated_lr=0.02), num_steps)
+    rates = [schedule.at(step) for step in range(1, num_steps + 1)]
+    assert sum(rates) == pytest.approx(0.02)
+    shape = [lr_at(step, num_steps, config) for step in range(1, num_steps + 1)]
+    assert [rate / rates[2] for rate in rates] == pytest.approx([rate / shape[2] for rate in shape])
+
+
+def test_kernels_that_are_not_there_are_said(tiny_model: Path) -> None:
+    from hotlap.train.base import load_base
+    from hotlap.train.kernels import use_kernels
+
+    words: list[str] = []
+    assert not use_kernels(load_base(tiny_model), words.append)
+    assert "this machine trains on cpu; goes on without" in words[0]
+
+
 # --- what the tests above share ---
 
 
