@@ -7,6 +7,7 @@ and writes it to benchmarks/results/step.json: seconds, and ratios to the plain 
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,13 @@ SIX = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as slices have it
     import torch
 
     from hotlap.config import LoraConfig
@@ -33,12 +41,6 @@ def main() -> None:
     from hotlap.train.machine import use_threads
     from hotlap.train.step import Batch, batch_loss
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
     use_threads(arguments.threads)
 
     def adapted_for(name: str) -> Any:

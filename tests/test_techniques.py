@@ -271,6 +271,32 @@ def test_the_boundary_is_where_it_belongs_in_every_family(tmp_path: Path, family
     assert stage._kept == {}
 
 
+def test_fused_and_staged_layers_may_be_recomputed(tiny_model: Path) -> None:
+    """Gradient checkpointing runs a layer twice, and stops the second time as soon as it has what it needs."""
+    import torch
+
+    from hotlap.config_techniques import StagedConfig
+    from hotlap.data.order import Order
+    from hotlap.train import model
+    from hotlap.train.staged import Stage
+
+    both = TechniquesConfig(fused_projections=True, chunked_loss=True)
+    adapted = model.attach_lora(model.load_base(tiny_model), LoraConfig(rank=4), 0, "b", techniques=both)
+    moved(adapted)
+    adapted.peft_model.train()
+    plain, expected = loss_and_gradients(adapted)
+    adapted.recompute_activations()
+    recomputed, found = loss_and_gradients(adapted)
+    assert recomputed == plain
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    stage = Stage(adapted, StagedConfig(after_step=1, tail_passes=2), Order(0, 2, 1, 5, 5, 1, 2))
+    stage.begin(torch.optim.AdamW([{"params": list(adapted.parameters.values())}]))
+    for step in (2, 4):
+        staged, found = loss_and_gradients(adapted, stage.hidden_of(step, 1, 0))
+        assert staged == plain
+        assert all(torch.equal(found[name], expected[name]) for name in stage.active)
+
+
 def test_what_cannot_be_staged_is_refused(tmp_path: Path) -> None:
     from hotlap.config_techniques import StagedConfig
     from hotlap.data.order import Order
