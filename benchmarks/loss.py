@@ -64,6 +64,7 @@ def main() -> None:
         "relative difference of the loss": abs(chunked[0]["loss"] / full[0]["loss"] - 1.0),
         "load": float(Path("/proc/loadavg").read_text().split()[0]),
     }
+    RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
