@@ -5,8 +5,8 @@ their own processes a variant and seed, the variants in turn. It starts no run w
 where it stopped when it is called again: what was measured is in benchmarks/results/techniques.jsonl, a line a run.
 The summary is printed and goes to benchmarks/results/techniques.json: ratios to `off` of the same seed.
 
-`off` has every technique off, also those that are on by default. They are told by the table `[techniques]` itself, so a new one is measured as soon
-as it is there.
+`off` has every technique off, also those that are on by default. They are told by the table `[techniques]` itself, so
+a new one is measured as soon as it is there.
 """
 
 import argparse

@@ -127,6 +127,24 @@ def test_fusing_holds_no_weight_twice(tiny_model: Path) -> None:
     assert held(TechniquesConfig(fused_projections=True)) == held(TechniquesConfig())
 
 
+def test_a_fused_model_gives_the_same_answer(tiny_model: Path) -> None:
+    """Token by token with a cache, as the samples at an evaluation are made."""
+    import torch
+
+    from hotlap.train import model
+
+    answers: list[list[int]] = []
+    for is_fused in (False, True):
+        techniques = TechniquesConfig(fused_projections=is_fused)
+        adapted = model.attach_lora(model.load_base(tiny_model), LoraConfig(rank=4), 0, "b", techniques=techniques)
+        moved(adapted)
+        adapted.peft_model.eval()
+        with torch.inference_mode():
+            given: Any = {"input_ids": torch.arange(40, 50)[None], "max_new_tokens": 12, "do_sample": False}
+            answers.append(adapted.peft_model.generate(**given, pad_token_id=256).tolist())
+    assert answers[0] == answers[1]
+
+
 # --- every pair, in runs ---
 
 PAIRED: dict[str, dict[str, Any]] = {
