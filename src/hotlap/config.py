@@ -19,6 +19,7 @@ from hotlap import durable
 from hotlap.config_base import Config
 from hotlap.config_data import DataConfig, PackingConfig
 from hotlap.config_model import LoraConfig, ModelConfig, OptimConfig
+from hotlap.config_techniques import TechniquesConfig
 from hotlap.errors import ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -119,6 +120,7 @@ class RunConfig(Config):
     lora: LoraConfig = LoraConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    techniques: TechniquesConfig = TechniquesConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     slice: SliceConfig = SliceConfig()
@@ -129,6 +131,8 @@ class RunConfig(Config):
             raise ValueError("data.eval_dataset and data.eval_examples are two held-out sets; give one")
         if self.lora.init == "pissa" and self.model.quantization is not None:
             raise ValueError("lora.init = 'pissa' changes the base's weights, which model.quantization has rounded")
+        if reason := self.techniques.misfit(self.lora, self.model, self.train.neftune_alpha):
+            raise ValueError(reason)
         if self.data.columns and self.data.format != "auto":
             raise ValueError("data.columns and data.format are two forms; give one")
         if self.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.run):
@@ -138,7 +142,9 @@ class RunConfig(Config):
     @property
     def trajectory(self) -> dict[str, Any]:
         """The settings that decide what is learned, as JSON values."""
-        return self.model_dump(mode="json", include=set(TRAJECTORY_KEYS))
+        settings = self.model_dump(mode="json", include=set(TRAJECTORY_KEYS))
+        # Left out where none is set, so that older runs keep their names.
+        return settings | ({"techniques": techniques} if (techniques := self.techniques.trajectory) else {})
 
     @property
     def run_name(self) -> str:

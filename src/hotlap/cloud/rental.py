@@ -215,7 +215,8 @@ def is_done(config: RunConfig, provider: Provider, outcome: str | None) -> bool:
     if identity is None or not runs.is_finished(run):
         return False
     # With other settings it is another run under its name, which the slice refuses; to call that done would be wrong.
-    return all(identity.trajectory.get(key) == config.trajectory[key] for key in ("packing", "lora", "optim", "train"))
+    settled = ("packing", "lora", "optim", "train", "techniques")
+    return all(identity.trajectory.get(key) == config.trajectory.get(key) for key in settled)
 
 
 def chain(
