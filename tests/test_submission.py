@@ -9,7 +9,7 @@ import yaml
 from contest import NOTES, ROOT, micro, micro_contest, written_submission
 
 from hotlap.errors import UsageError
-from hotlap.speedrun import submission
+from hotlap.speedrun import submission, template
 
 GOOD = "import argparse\n\nprint('trained')\n"
 
@@ -38,7 +38,7 @@ def test_the_template_is_accepted_for_every_track(tmp_path: Path) -> None:
     from hotlap.speedrun import track
 
     for number, each in enumerate(track.tracks(ROOT)):
-        folder = submission.new(tmp_path, f"{number:03}-ada", "ada", each)
+        folder = template.new(tmp_path, f"{number:03}-ada", "ada", each)
         assert submission.check(folder, each) == []
         assert submission.track_of(folder) == each.spec.id
 
@@ -197,7 +197,11 @@ def test_a_folder_that_is_refused(change: Callable[[Path], None], reason: str, c
         ({"base_model": "other/model"}, "base_model must be hotlap/tiny-random"),
         ({"track": "t1"}, "is for track 't1', not micro"),
         ({"seed": 42}, "the verifier draws it"),
-        ({"extra_pip_packages": ["fast"]}, "does not install"),
+        ({"extra_pip_packages": ["fast"]}, "is not name==version"),
+        ({"extra_pip_packages": ["x==1 --index-url=http://evil"]}, "is not name==version"),
+        ({"extra_pip_packages": ["x @ git+https://evil"]}, "is not name==version"),
+        ({"extra_pip_packages": "x==1"}, "is no list"),
+        ({"self_reported": {"accuracies": ["0.9"]}}, "are numbers"),
     ],
 )
 def test_a_configuration_that_is_refused(changes: dict[str, object], reason: str, contest: Path) -> None:
@@ -227,14 +231,14 @@ def test_the_code_state_is_all_files_but_the_notes(contest: Path) -> None:
 
 
 def test_new_takes_no_name_twice_and_no_strange_author(contest: Path) -> None:
-    folder = submission.new(contest, "001-ada", "ada", micro(contest))
+    folder = template.new(contest, "001-ada", "ada", micro(contest))
     assert yaml.safe_load((folder / "config.yaml").read_text())["track"] == "micro"
     with pytest.raises(UsageError, match="take the next number"):
-        submission.new(contest, "001-ada", "ada", micro(contest))
+        template.new(contest, "001-ada", "ada", micro(contest))
     with pytest.raises(UsageError, match="GitHub name"):
-        submission.new(contest, "002-ada", "ada: x\nb", micro(contest))
+        template.new(contest, "002-ada", "ada: x\nb", micro(contest))
     with pytest.raises(UsageError, match="NNN-author"):
-        submission.new(contest, "../x", "ada", micro(contest))
+        template.new(contest, "../x", "ada", micro(contest))
 
 
 def test_without_a_track_it_is_the_public_first(contest: Path) -> None:

@@ -15,7 +15,7 @@ from hotlap import durable
 from hotlap.cli import cli
 from hotlap.errors import CorruptFile, Refused, RunChanged, RunLocked, UsageError
 from hotlap.speedrun import records, replay, track, verify
-from hotlap.speedrun.verify import Sources
+from hotlap.speedrun.attempt import Sources
 
 pytestmark = [pytest.mark.long, pytest.mark.torch]
 

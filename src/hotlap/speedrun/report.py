@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hotlap import durable
+from hotlap.speedrun import claims
 from hotlap.speedrun.compare import Decision, RunFacts, decide, interval
 from hotlap.speedrun.submission import Submission
 from hotlap.speedrun.track import GeneratedData, LossMetric, Track
@@ -27,6 +28,7 @@ def build(
         "format": 1,
         "track": track.spec.id,
         "version": track.spec.version,
+        "is_provisional": track.is_provisional,
         "track_sha256": track.sha256,
         "rules": {
             "target": track.spec.metric.target,
@@ -47,7 +49,9 @@ def build(
         "machine": machine,
         "runs": list(results),
     }
-    return {**report, "decision": asdict(decide_again(report)), "summary": _summary(results)}
+    summary = _summary(results)
+    differing = claims.disagreements(claims.of_folder(entry.folder, entry.config), summary)
+    return {**report, "decision": asdict(decide_again(report)), "summary": summary, "differing_claims": differing}
 
 
 def decide_again(report: Report) -> Decision:
@@ -86,14 +90,19 @@ def escaped(text: object) -> str:
 
 def to_markdown(report: Report) -> str:
     entry, decision, summary = report["submission"], report["decision"], report["summary"]
+    environment = report["machine"]["environment"]
+    lock = environment["lock_sha256"]
     lines = [
         f"# {escaped(entry['name'])} on track {report['track']}, version {report['version']}: {decision['verdict']}",
         "",
         *(f"- {escaped(reason)}" for reason in decision["reasons"]),
+        *(f"- {escaped(claim)}" for claim in report["differing_claims"]),
+        *(["- These rules are provisional: this is no record."] if report["is_provisional"] else []),
         f"- By {escaped(entry['author'])}: {escaped(entry['description'])}",
         f"- Code `{entry['code_sha256']}`, track `{report['track_sha256']}`, {report['date']}",
         f"- {escaped(report['machine']['processor'])}, {report['machine']['num_threads_here']} threads, "
         f"Python {report['machine']['python']}, torch {report['machine']['versions']['torch']}",
+        f"- Environment: {len(environment['packages'])} packages, {f'lock `{lock}`' if lock else 'that of hotlap'}",
         f"- Sandbox: {', '.join(report['runs'][0]['protections'])}",
         "",
         "| run | seed | time s | outside s | CPU s | score | parameters | left behind | complaints |",

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hotlap
 from hotlap import clock, durable
 from hotlap.child import run_child
 from hotlap.errors import ChildCrashed, Refused
+from hotlap.speedrun.stopping import require_not_stopped
 
 _JAIL = Path(__file__).with_name("jail.py")
 _SETUP_S = 60.0
@@ -68,6 +68,8 @@ class Program:
     """Files and folders, and where it sees them, read-only. A later one may lie in an earlier one's place."""
     collect: Mapping[str, int]
     """Names in the output folder that are copied out, with the most bytes each may have."""
+    libraries: tuple[Path, ...] = ()
+    """Folders it sees where they are: the environment that its Python belongs to."""
 
 
 def run(
@@ -95,6 +97,7 @@ def run(
         on_talk=log.add,
         env={},
     )
+    require_not_stopped(end)
     troubles = [event["why"] for event in told if event["event"] == "trouble"]
     given = next((tuple(event["protections"]) for event in told if event["event"] == "locked"), ())
     if lacking := [word for word in needs if word not in given]:
@@ -145,7 +148,7 @@ def _plan(program: Program, bounds: Bounds, work: Path) -> dict[str, Any]:
         durable.make_dirs(work / name)
     return {
         "root": str(work / "root"),
-        "binds": [[str(source), target] for source, target in (*_system(), *program.inputs)],
+        "binds": [[str(source), target] for source, target in (*_system(program.libraries), *program.inputs)],
         "writable": [OUTPUT, "/tmp", "/dev/shm"],
         "argv": list(program.argv),
         "cwd": program.cwd,
@@ -160,11 +163,11 @@ def _plan(program: Program, bounds: Bounds, work: Path) -> dict[str, Any]:
     }
 
 
-def _system() -> list[tuple[Path, str]]:
-    """The operating system's programs and libraries, this Python, and hotlap without the rest of its repository."""
+def _system(libraries: tuple[Path, ...]) -> list[tuple[Path, str]]:
+    """The operating system's programs and libraries, Python's own, and those of an environment."""
     names = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
     places = [Path(name) for name in names]
-    places += [Path(sys.base_prefix), Path(sys.prefix), Path(hotlap.__file__).parent]
+    places += [Path(sys.base_prefix), *libraries]
     found: list[tuple[Path, str]] = []
     for place in places:
         is_inside = any(place.is_relative_to(target) for _, target in found)
@@ -173,11 +176,11 @@ def _system() -> list[tuple[Path, str]]:
     return found
 
 
-def environment(threads: int) -> dict[str, str]:
-    """All the environment a locked-in program gets, but for what its contest adds."""
+def variables(threads: int, python: Path) -> dict[str, str]:
+    """All the variables a locked-in program gets, but for what its contest adds."""
     count = str(threads)
     return {
-        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PATH": f"{python.parent}:/usr/bin:/bin",
         "HOME": "/tmp",
         "USER": "contestant",
         "LOGNAME": "contestant",
