@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hotlap.speedrun import template, track
+from hotlap.speedrun import new_track, template, track
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTES = "What makes it fast: it does as little as it can, and every line of that is in train.py. " * 2
@@ -17,6 +17,28 @@ def micro_contest(folder: Path) -> Path:
     shutil.copytree(ROOT / "tracks" / "micro", folder / "tracks" / "micro")
     (folder / "submissions").mkdir()
     return folder
+
+
+PUBLIC = {
+    'id = "micro"': 'id = "t1"',
+    'title = "vowels-tiny-1thread"': 'title = "gsm8k-qwen2.5-1.5b-l40s"',
+    'data_prefix = "vowels"': 'data_prefix = "gsm8k"',
+    'name = "hotlap/tiny-random"': 'name = "Qwen/Qwen2.5-1.5B"',
+}
+
+
+def changed_track(contest: Path, changes: Mapping[str, str], track_id: str = "micro") -> track.Track:
+    """Track `micro` with other words in its rules, frozen under another id or in its own place."""
+    old, new = contest / "tracks" / "micro", contest / "tracks" / track_id
+    if new != old:
+        shutil.copytree(old, new)
+    text = (new / "spec.toml").read_text()
+    for before, after in changes.items():
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    (new / "spec.toml").write_text(text)
+    (new / "pins.json").unlink()
+    return new_track.freeze(new, lambda _text: None)
 
 
 def micro(contest: Path) -> track.Track:

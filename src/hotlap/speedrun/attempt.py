@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import durable
+from hotlap.child import Stops
 from hotlap.errors import ChildCrashed, RunChanged
 from hotlap.speedrun import audit, environments, inputs, recipe, sandbox, submission
 from hotlap.speedrun.environments import Environment
@@ -47,6 +48,7 @@ class Verification:
     """The track's alone."""
     sources: Sources
     say: Say
+    stops: Stops
 
     def run_folder(self, number: int) -> Path:
         return self.folder / f"run-{number}"
@@ -87,7 +89,7 @@ def run_once(verification: Verification, number: int, seed: int) -> dict[str, An
         program = _recipe_program(verification, [*places, (into, recipe.PLACE)])
     durable.make_dirs(folder / "train")
     bounds = verification.bounds(float(track.spec.limits.time_limit_s))
-    ran = sandbox.run(program, bounds, folder / "train", track.spec.verification.protections)
+    ran = sandbox.run(program, bounds, folder / "train", track.spec.verification.protections, verification.stops)
     durable.replace(folder / "train.log", ran.log.encode(errors="replace"))
     inputs.require_base_model(track, verification.model)
     return _judged(verification, number, seed, ran)
@@ -193,7 +195,8 @@ def _score(verification: Verification, folder: Path) -> dict[str, Any]:
         collect={"predictions.jsonl": _MAX_PREDICTIONS_BYTES, "score.json": 1 << 20},
         libraries=environment.folders,
     )
-    ran = sandbox.run(program, verification.bounds(EVALUATION_S), work, spec.verification.protections)
+    bounds = verification.bounds(EVALUATION_S)
+    ran = sandbox.run(program, bounds, work, spec.verification.protections, verification.stops)
     if ran.exit_code != 0 or set(ran.collected) != {"predictions.jsonl", "score.json"}:
         raise ChildCrashed(f"The evaluator ended with code {ran.exit_code}: {ran.log.strip()[-2000:]}")
     scored: dict[str, Any] = json.loads((work / "out" / "score.json").read_bytes())

@@ -1,8 +1,8 @@
 """The audit of produced weights: read by us, byte by byte, before any library loads them.
 
 An adapter is `adapter_config.json` and `adapter_model.safetensors`, and nothing else but the `README.md` that PEFT
-writes beside them and nobody reads. Its header is parsed here, its tensors are held against the base model's shapes, and
-its configuration may only say what a LoRA on this base needs, DoRA included where the track takes it.
+writes beside them and nobody reads. Its header is parsed here, its tensors are held against the base model's shapes,
+and its configuration may only say what a LoRA on this base needs, DoRA included where the track takes it.
 """
 
 import json
@@ -100,9 +100,9 @@ def _check_config(path: Path, limits: Limits) -> tuple[int, bool]:
         raise _Complaint(f"{CONFIG}: only a causal model's LoRA without bias is read")
     if str(config.get("init_lora_weights", "")).lower().startswith(_CHANGES_BASE):
         raise _Complaint(
-            f"{CONFIG}: init_lora_weights = {str(config['init_lora_weights'])[:60]!a} changes the base's weights whenever "
-            f"the adapter is loaded. Save it as a plain LoRA of twice the rank: PEFT's save_pretrained does that when it "
-            f"is given path_initial_model_for_weight_conversion, and hotlap's trainer by itself"
+            f"{CONFIG}: init_lora_weights = {str(config['init_lora_weights'])[:60]!a} changes the base's weights when "
+            f"the adapter is loaded. Save it as a plain LoRA of twice the rank: PEFT's save_pretrained does that when "
+            f"it is given path_initial_model_for_weight_conversion, and hotlap's trainer by itself"
         )
     for key, value in config.items():
         is_off = value in (None, False) or value == [] or value == {}

@@ -13,13 +13,13 @@ The protections are those of Linux namespaces, opened by `jail.py`. Where the ke
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hotlap import clock, durable
-from hotlap.child import run_child
+from hotlap.child import Stops, run_child
 from hotlap.errors import ChildCrashed, Refused
 from hotlap.speedrun.stopping import require_not_stopped
 
@@ -77,25 +77,27 @@ def run(
     bounds: Bounds,
     work: Path,
     needs: Sequence[str],
-    on_log: Callable[[str], None] = lambda _line: None,
+    stops: Stops | None = None,
 ) -> Ran:
     """Run a program in a sandbox of its own. `work` is an existing empty folder; collected files come to `work/out`.
 
     Raises:
         Refused: this machine cannot give a protection in `needs`. The program did not run.
         ChildCrashed: the sandbox itself ended without a result; no fault of the program's.
+        Stopped: somebody asked to, now or before, as `stops` tells.
     """
     plan = _plan(program, bounds, work)
     path = work / "plan.json"
     durable.replace(path, durable.canonical_json(plan).encode())
     told: list[dict[str, Any]] = []
-    log = _Log(on_log)
+    log = _Log()
     end = run_child(
         [sys.executable, "-I", "-S", str(_JAIL), str(path)],
         clock.Deadline(clock.monotonic_s() + bounds.time_limit_s + _SETUP_S),
         on_event=told.append,
         on_talk=log.add,
         env={},
+        stops=stops,
     )
     require_not_stopped(end)
     troubles = [event["why"] for event in told if event["event"] == "trouble"]
@@ -126,8 +128,7 @@ def _ran(told: dict[str, Any], outer_wall_s: float, protections: tuple[str, ...]
 
 
 class _Log:
-    def __init__(self, on_line: Callable[[str], None]) -> None:
-        self._on_line = on_line
+    def __init__(self) -> None:
         self._lines: list[str] = []
         self._num_bytes = 0
 
@@ -137,7 +138,6 @@ class _Log:
         self._num_bytes += len(line)
         while self._num_bytes > _MAX_LOG_BYTES:
             self._num_bytes -= len(self._lines.pop(0))
-        self._on_line(line)
 
     def text(self) -> str:
         return "\n".join(self._lines)

@@ -142,6 +142,7 @@ def measure(entry: Submission, track: Track, num_runs: int, folder: Path, source
             training=environments.of_track(track, entry.extras, say),
             sources=sources,
             say=say,
+            stops=stops,
         )
         durable.make_dirs(folder)
         if not all((verification.run_folder(n) / "result.json").is_file() for n in range(1, num_runs + 1)):
@@ -237,7 +238,7 @@ def _warm_libraries(verification: Verification) -> None:
         libraries=environment.folders,
     )
     needs = verification.track.spec.verification.protections
-    ran = sandbox.run(program, verification.bounds(EVALUATION_S), work, needs)
+    ran = sandbox.run(program, verification.bounds(EVALUATION_S), work, needs, verification.stops)
     durable.remove_tree(work)
     if ran.exit_code != 0:
         raise ChildCrashed(f"The libraries cannot be imported in the sandbox: {ran.log.strip()[-1000:]}")
