@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contest import ROOT, micro, micro_contest, run_of
+from contest import ROOT, changed_track, micro, micro_contest, run_of
 
 from hotlap import durable
-from hotlap.errors import CorruptFile, PinMismatch, Refused
+from hotlap.errors import CorruptFile, PinMismatch, Refused, UsageError
 from hotlap.speedrun import new_track, records, replay, report, track
 
 RESEARCH = ROOT.parent / "shared" / "research" / "speedrun-techniques.md"
@@ -205,6 +205,24 @@ def test_the_public_records_are_those_of_the_research() -> None:
             assert int(cells[7].replace(",", "")) == row["num_params"]
             num_seen += 1
     assert num_seen == 8
+
+
+def test_nothing_under_provisional_rules_is_a_record(contest: Path) -> None:
+    """Version 0 may be frozen again; what was verified before stays apart, under the rules it was verified under."""
+    first = changed_track(contest, {"version = 1": "version = 0"})
+    logged(contest, first, "001-ada", good_runs(1))
+    (row,) = records.read(contest, first)
+    assert row["verdict"] == "pass" and records.standings([row]) == []
+    assert json.loads((contest / "records" / "records.json").read_text())["records"] == []
+    assert "001-ada (pass)" in (contest / "records" / "LEADERBOARD.md").read_text()
+    spec = contest / "tracks" / "micro" / "spec.toml"
+    spec.write_text(spec.read_text().replace("target = 0.80", "target = 0.85"))
+    second = new_track.freeze(spec.parent, lambda _text: None)
+    assert second.name != first.name and records.read(contest, second) == []
+    spec.write_text(spec.read_text().replace("version = 0", "version = 1"))
+    assert new_track.freeze(spec.parent, lambda _text: None).name == "micro"
+    with pytest.raises(UsageError, match="frozen already"):
+        new_track.freeze(spec.parent, lambda _text: None)
 
 
 def test_the_shipped_tables_are_up_to_date() -> None:

@@ -161,6 +161,8 @@ class TrackPins(Config):
     """Every file of the base model; for a public track those that it pins."""
     train_content_sha256: str
     public: PublicPins | None = None
+    is_provisional: bool = False
+    """Whether they may be written again. The rules' own hash covers it."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ class Track:
     @property
     def sha256(self) -> str:
         """The track's identity."""
-        return durable.sha256_bytes(durable.canonical_json(self.pins.model_dump(mode="json")).encode())
+        pinned = self.pins.model_dump(mode="json", exclude={"is_provisional"})
+        return durable.sha256_bytes(durable.canonical_json(pinned).encode())
 
     @property
     def is_provisional(self) -> bool:
@@ -229,12 +232,16 @@ def load(folder: Path) -> Track:
         raise PinMismatch(
             f"Track {spec.id} is not frozen: {folder / PINS} is missing. Run `hotlap speedrun new-track`."
         )
-    try:
-        frozen = TrackPins.model_validate_json((folder / PINS).read_bytes())
-    except ValidationError as error:
-        raise ConfigError(f"{folder / PINS}: {_first(error)}") from None
+    frozen = _read_pins(folder)
     _require_frozen(folder, spec, frozen)
     return Track(folder, spec, frozen)
+
+
+def _read_pins(folder: Path) -> TrackPins:
+    try:
+        return TrackPins.model_validate_json((folder / PINS).read_bytes())
+    except ValidationError as error:
+        raise ConfigError(f"{folder / PINS}: {_first(error)}") from None
 
 
 def _require_frozen(folder: Path, spec: Spec, frozen: TrackPins) -> None:
@@ -243,9 +250,11 @@ def _require_frozen(folder: Path, spec: Spec, frozen: TrackPins) -> None:
         path = folder / name
         if not path.is_file() or durable.sha256_file(path) != expected:
             what = "was changed" if path.is_file() else "is gone"
+            way_out = f"in a folder tracks/{spec.id}-v{spec.version + 1} of their own."
+            if frozen.is_provisional:
+                way_out = f"and this provisional one is frozen again by `hotlap speedrun new-track {folder.name}`."
             raise PinMismatch(
-                f"Track {spec.id} is frozen, and {name} {what}. Put it back; changed rules are a new version, "
-                f"in a folder tracks/{spec.id}-v{spec.version + 1} of their own."
+                f"Track {spec.id} is frozen, and {name} {what}. Put it back; changed rules are a new version, {way_out}"
             )
     if durable.sha256_file(EVALUATOR) != frozen.evaluator_sha256:
         raise PinMismatch(
@@ -282,7 +291,7 @@ def freeze(folder: Path, base_model: Path, train: Iterable[Row], files: Iterable
         ConfigError: the spec is not valid.
     """
     spec = read_spec(folder)
-    if (folder / PINS).exists() and spec.version > 0:
+    if (folder / PINS).exists() and not _read_pins(folder).is_provisional:
         raise UsageError(
             f"Track {spec.id} is frozen already. Changed rules are a new version, in a folder of their own."
         )
@@ -293,6 +302,7 @@ def freeze(folder: Path, base_model: Path, train: Iterable[Row], files: Iterable
         files={name: durable.sha256_file(folder / name) for name in sorted(files)},
         model_file_sha256=hashes(base_model),
         train_content_sha256=content_sha256(train),
+        is_provisional=spec.version == 0,
     )
     durable.replace(folder / PINS, (frozen.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
     return load(folder)
