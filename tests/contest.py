@@ -92,6 +92,7 @@ def run_of(number: int, score: float | None, wall_s: float, *complaints: str) ->
         "adapter_sha256": f"{number:064}",
         "num_params": 256,
         "num_left_behind": 0,
+        "num_tokens": None,
         "protections": ["network"],
     }
 

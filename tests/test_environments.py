@@ -16,7 +16,7 @@ from contest import ROOT, changed_track, micro, micro_contest, run_of, written_s
 
 from hotlap import durable
 from hotlap.errors import CorruptFile, FetchFailed, MissingArtifact, PinMismatch
-from hotlap.speedrun import environments, inputs, records, submission, track, verify
+from hotlap.speedrun import environments, inputs, records, rerun, submission, track, verify
 from hotlap.speedrun.attempt import Sources
 
 pytestmark = pytest.mark.long
@@ -99,6 +99,23 @@ def test_a_stopped_verification_in_an_environment_of_its_own(tmp_path: Path, whe
     (row,) = records.read(contest, chosen)
     assert (row["verdict"], row["is_provisional"]) == ("fail", True)
     assert records.check(contest) == []
+    _run_it_again(contest, contest / row["report"], drawn["seed"], tmp_path / "again")
+
+
+def _run_it_again(contest: Path, report: Path, seed: int, out: Path) -> None:
+    command = ["nice", "-n", "1", sys.executable, "-m", "hotlap", "speedrun", "replay", str(report)]
+    command += ["--run", str(out), "--contest", str(contest), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["verdict"], found["verdict_then"]) == ("fail", "fail")
+    assert [(run["seed"], run["is_same_adapter"]) for run in found["runs"]] == [(seed, True)]
+    assert "sees 1.0 3.0" in (out / "run-1" / "train.log").read_text()
+    code = contest / "submissions" / "002-bob" / "train.py"
+    assert (report.parent / "code" / "train.py").read_text() == code.read_text()
+    code.write_text("")
+    with pytest.raises(MissingArtifact, match="Put it back from"):
+        rerun.rerun(contest, report, out, lambda _text: None)
 
 
 def test_an_environment_that_was_cut_is_made_anew_and_a_whole_one_is_kept(wheels: Path, home: Path) -> None:
@@ -165,6 +182,7 @@ def test_what_came_from_elsewhere_is_held_against_what_it_was_made_of(tmp_path: 
     (out / "report-2.json").write_text(json.dumps(report))
     assert verify.accept(contest, folder, micro(contest), out)["decision"]["verdict"] == "undecided"
     (attempt,) = (contest / "records" / "micro" / "attempts").iterdir()
+    assert (attempt / "code" / "train.py").is_file()
     assert sorted(path.name for path in (attempt / "run-1").iterdir()) == [
         "predictions.jsonl",
         "result.json",

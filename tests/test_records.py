@@ -43,7 +43,12 @@ def logged(
         "date": "2026-11-30T10:00:00Z",
         "machine": {"processor": "CPU", "num_threads_here": 2, "python": "3.11", "versions": {"torch": "2.13.0"}},
         "runs": runs,
-        "summary": {"time_seconds_mean": 1.0, "time_seconds_interval": None},
+        "summary": {
+            "time_seconds_mean": 1.0,
+            "time_seconds_interval": None,
+            "num_tokens_mean": None,
+            "usd_micros_mean": 0,
+        },
     }
     built["decision"] = vars(report.decide_again(built))
     path = records.folder_of(contest, each) / "attempts" / name / "report-3.json"

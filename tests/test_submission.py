@@ -1,6 +1,7 @@
 """Static checks: what is refused, each with its reason, without a line of the submission being run."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -248,3 +249,37 @@ def test_without_a_track_it_is_the_public_first(contest: Path) -> None:
     (folder / "config.yaml").unlink()
     with pytest.raises(UsageError, match=r"config\.yaml"):
         submission.track_of(folder)
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "submissions").iterdir()), ids=lambda path: path.name)
+def test_the_shipped_submissions_are_good_ones(folder: Path) -> None:
+    from hotlap.speedrun import track
+
+    assert submission.check(folder, track.find(ROOT, submission.track_of(folder))) == []
+
+
+RECIPES = [
+    ("lr = 1", "no such setting|Extra inputs"),
+    ("[optim]\nlr = 'fast'", "optim.lr"),
+    ("not toml", "not valid TOML"),
+    ("base_model = 'x'", "base_model: the track and the verifier give that"),
+    ("seed = 1", "seed: the track"),
+    ("[slice]\nminutes = 9", "slice: the track"),
+    ("[data]\neval_dataset = '/etc/passwd'", "data.eval_dataset: the track"),
+    ("[lora]\ninit_from = '/x'", "lora.init_from: the track"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), RECIPES)
+def test_recipes_that_are_refused(text: str, reason: str, contest: Path) -> None:
+    folder = template.new(contest, "001-ada", "ada", micro(contest), "recipe")
+    assert refused(contest, folder) == []
+    (folder / "recipe.toml").write_text(text)
+    (said,) = refused(contest, folder)
+    assert re.search(reason, said), said
+
+
+def test_a_submission_is_either_a_program_or_a_recipe(contest: Path) -> None:
+    folder = template.new(contest, "001-ada", "ada", micro(contest), "recipe")
+    (folder / "train.py").write_text(GOOD)
+    assert refused(contest, folder) == ["refused: train.py: there has to be one of train.py and recipe.toml"]

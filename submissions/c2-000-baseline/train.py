@@ -32,13 +32,13 @@ def main() -> None:
     order = torch.cat([torch.randperm(len(rows)) for _ in range(num_passes)]).tolist()
     for step in range(NUM_STEPS):
         batch = [rows[index] for index in order[step * BATCH_ROWS : (step + 1) * BATCH_ROWS]]
-        prompts = [tokenizer('Text: {question}\nFields:'.format_map(row))["input_ids"] for row in batch]
+        prompts = [tokenizer("Text: {question}\nFields:".format_map(row))["input_ids"] for row in batch]
         answers = [tokenizer(" " + row["answer"], add_special_tokens=False)["input_ids"] for row in batch]
-        answers = [answer + [tokenizer.eos_token_id] for answer in answers]
-        width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
+        answers = [[*answer, tokenizer.eos_token_id] for answer in answers]
+        width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
         tokens = torch.zeros(len(batch), width, dtype=torch.long)
         is_answer = torch.zeros(len(batch), width, dtype=torch.bool)
-        for line, (prompt, answer) in enumerate(zip(prompts, answers)):
+        for line, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             tokens[line, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
             is_answer[line, len(prompt) : len(prompt) + len(answer)] = True
         # Padding stands last, where a causal model does not look; the head sees only what is trained.

@@ -167,8 +167,7 @@ def verify(folder: Path, num_runs: int, measured: Path | None, contest: Path, as
         else:
             report = verifier.accept(contest, folder, chosen, measured.absolute())
     except Stopped:
-        _say(f"hotlap: exit {SLICE_OVER} stopped: finished runs are kept; the same command goes on")
-        return SLICE_OVER
+        return _stopped()
     decision, summary = report["decision"], report["summary"]
     if as_json:
         click.echo(json.dumps(report, indent=1))
@@ -226,16 +225,52 @@ Example:
 """
 )
 @click.argument("report", type=click.Path(path_type=Path))
+@click.option(
+    "--run",
+    "out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Train and score again with the report's seeds and test rows, into this folder.",
+)
+@_contest
 @_json
-def replay(report: Path, as_json: bool) -> int:
-    """Decide again from a report alone, and count its kept predictions again. Exit 0 if it says the same."""
+def replay(report: Path, out: Path | None, contest: Path, as_json: bool) -> int:
+    """Decide again from a report alone, and count its kept predictions again. With --run, run it again as well.
+    Exit 0 if it says the same, 8 if a second run does not."""
     from hotlap.speedrun import replay as again
 
     if not report.is_file():
         raise MissingArtifact(f"{report} is no file; name a report.json of a verification.")
     found = again.replay(report)
+    if out is not None:
+        return _run_again(contest.absolute(), report, out.absolute(), as_json)
     click.echo(json.dumps(found, indent=1) if as_json else f"{found['verdict']}: as reported")
     return DONE
+
+
+_RUNS = ("run", "seed", "score", "score_then", "wall_s", "wall_s_then", "is_same_adapter")
+
+
+def _run_again(contest: Path, report: Path, out: Path, as_json: bool) -> int:
+    from hotlap.speedrun.rerun import rerun
+    from hotlap.speedrun.stopping import Stopped
+
+    try:
+        found = rerun(contest, report, out, _say)
+    except Stopped:
+        return _stopped()
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    else:
+        _show(found["runs"], _RUNS, as_json=False)
+    if found["verdict"] == found["verdict_then"]:
+        return DONE
+    _say(f"hotlap: exit {NOT_PROVEN} {found['verdict']}: the report says {found['verdict_then']}")
+    return NOT_PROVEN
+
+
+def _stopped() -> int:
+    _say(f"hotlap: exit {SLICE_OVER} stopped: finished runs are kept; the same command goes on")
+    return SLICE_OVER
 
 
 def _say(text: str) -> None:

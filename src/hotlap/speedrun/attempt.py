@@ -6,12 +6,13 @@ are read from end to end, so that every run starts warm.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hotlap import durable
+from hotlap import clock, durable
 from hotlap.child import Stops
 from hotlap.errors import ChildCrashed, RunChanged
 from hotlap.speedrun import audit, environments, inputs, recipe, sandbox, submission
@@ -89,10 +90,12 @@ def run_once(verification: Verification, number: int, seed: int) -> dict[str, An
         program = _recipe_program(verification, [*places, (into, recipe.PLACE)])
     durable.make_dirs(folder / "train")
     bounds = verification.bounds(float(track.spec.limits.time_limit_s))
+    started_at = clock.utc_text(clock.wall_s())
     ran = sandbox.run(program, bounds, folder / "train", track.spec.verification.protections, verification.stops)
     durable.replace(folder / "train.log", ran.log.encode(errors="replace"))
     inputs.require_base_model(track, verification.model)
-    return _judged(verification, number, seed, ran)
+    facts = {"started_at": started_at, "num_tokens": _num_tokens(verification, ran)}
+    return _judged(verification, number, seed, ran) | facts
 
 
 def _judged(verification: Verification, number: int, seed: int, ran: sandbox.Ran) -> dict[str, Any]:
@@ -121,6 +124,12 @@ def _judged(verification: Verification, number: int, seed: int, ran: sandbox.Ran
         **kept,
         **facts,
     }
+
+
+def _num_tokens(verification: Verification, ran: sandbox.Ran) -> int | None:
+    """Of a recipe, whose program is ours. What a stranger's program says of itself is no measurement."""
+    found = re.findall(r"^trained (\d+) tokens$", ran.log, flags=re.MULTILINE)
+    return int(found[-1]) if found and verification.submission.recipe is not None else None
 
 
 def _train_program(verification: Verification, places: list[tuple[Path, str]], seed: int) -> sandbox.Program:

@@ -90,6 +90,7 @@ def append(contest: Path, track: Track, report: Report, path: Path) -> Row:
         "accuracies": [run["score"] for run in runs],
         "seeds": [run["seed"] for run in runs],
         "num_params": runs[0]["num_params"],
+        **{key: report["summary"][key] for key in ("num_tokens_mean", "usd_micros_mean")},
         "hardware": f"{report['machine']['processor']}, {track.spec.hardware.threads} threads",
         "regime": "warm",
         "report": path.relative_to(contest).as_posix(),

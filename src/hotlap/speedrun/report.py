@@ -49,7 +49,7 @@ def build(
         "machine": machine,
         "runs": list(results),
     }
-    summary = _summary(results)
+    summary = _summary(results, machine["usd_micros_per_hour"])
     differing = claims.disagreements(claims.of_folder(entry.folder, entry.config), summary)
     return {**report, "decision": asdict(decide_again(report)), "summary": summary, "differing_claims": differing}
 
@@ -71,14 +71,17 @@ def decide_again(report: Report) -> Decision:
     return decide(runs, rules["target"], rules["higher_is_better"], rules["looks"], rules["alpha"])
 
 
-def _summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _summary(results: Sequence[dict[str, Any]], usd_micros_per_hour: int) -> dict[str, Any]:
     times = [run["wall_s"] for run in results]
     scores = [run["score"] for run in results if run["score"] is not None]
+    tokens = [run["num_tokens"] for run in results if run["num_tokens"] is not None]
     return {
         "time_seconds_mean": statistics.fmean(times),
         "time_seconds_interval": list(interval(times)) if len(times) > 1 else None,
         "score_mean": statistics.fmean(scores) if scores else None,
         "score_stdev": statistics.stdev(scores) if len(scores) > 1 else None,
+        "num_tokens_mean": statistics.fmean(tokens) if tokens else None,
+        "usd_micros_mean": round(statistics.fmean(times) * usd_micros_per_hour / 3600),
     }
 
 
@@ -117,4 +120,7 @@ def to_markdown(report: Report) -> str:
         )
     low_high = summary["time_seconds_interval"]
     spread = f", 95 % interval {low_high[0]:.2f} to {low_high[1]:.2f} s" if low_high else ""
-    return "\n".join([*lines, "", f"Mean time {summary['time_seconds_mean']:.2f} s{spread}.", ""])
+    tokens = summary["num_tokens_mean"]
+    costs = f"${summary['usd_micros_mean'] / 1e6:.4f} a run" if summary["usd_micros_mean"] else "no price set"
+    costs += f", {tokens:,.0f} tokens a run" if tokens else ", tokens not known"
+    return "\n".join([*lines, "", f"Mean time {summary['time_seconds_mean']:.2f} s{spread}; {costs}.", ""])

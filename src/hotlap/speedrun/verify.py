@@ -18,7 +18,7 @@ from typing import Any
 import hotlap
 from hotlap import clock, durable
 from hotlap.child import passing_on_stops
-from hotlap.config import hotlap_home
+from hotlap.config import hotlap_home, load_cloud
 from hotlap.errors import ChildCrashed, CorruptFile, PinMismatch, Refused, RunLocked
 from hotlap.speedrun import claims, environments, inputs, records, sandbox, submission
 from hotlap.speedrun.attempt import EVALUATION_S, Say, Sources, Verification, run_once
@@ -29,7 +29,9 @@ from hotlap.speedrun.submission import Finding, Submission
 from hotlap.speedrun.track import PublicData, Track
 
 _LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
-_KEPT = re.compile(r"report-\d+\.(json|md)|seeds\.jsonl|run-\d+/(result\.json|(test|predictions)\.jsonl|train\.log)")
+_KEPT = re.compile(
+    r"report-\d+\.(json|md)|seeds\.jsonl|run-\d+/(result\.json|(test|predictions)\.jsonl|train\.log)|code/[\w./-]+"
+)
 _WARM = f"""
 import importlib, importlib.util
 for name in {_LIBRARIES!r}:
@@ -144,7 +146,7 @@ def measure(entry: Submission, track: Track, num_runs: int, folder: Path, source
             say=say,
             stops=stops,
         )
-        durable.make_dirs(folder)
+        _keep_code(entry, folder / "code")
         if not all((verification.run_folder(n) / "result.json").is_file() for n in range(1, num_runs + 1)):
             _warm_libraries(verification)
         results: list[dict[str, Any]] = []
@@ -158,6 +160,14 @@ def measure(entry: Submission, track: Track, num_runs: int, folder: Path, source
     durable.replace(path.with_suffix(".md"), to_markdown(report).encode())
     durable.replace(path, (json.dumps(report, indent=1, sort_keys=True) + "\n").encode())
     return report
+
+
+def _keep_code(entry: Submission, folder: Path) -> None:
+    """A copy of what is run, so that it can be run again when its author has gone on."""
+    for path in sorted(path for path in entry.folder.rglob("*") if path.is_file()):
+        target = folder / path.relative_to(entry.folder)
+        durable.make_dirs(target.parent)
+        durable.replace(target, path.read_bytes())
 
 
 def require_machine(track: Track) -> None:
@@ -259,4 +269,5 @@ def machine_facts(environment: environments.Environment) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {"hotlap": hotlap.__version__, **versions},
         "environment": environment.as_json(),
+        "usd_micros_per_hour": load_cloud().local.usd_micros_per_hour,
     }

@@ -28,6 +28,7 @@ def main() -> int:
     result = one_slice.run_slice(context)
     say(f"{result['reason']}: {result['message']}; {result['timeline']['phases_s']}")
     if result["exit_code"] == DONE:
+        say(f"trained {result['num_tokens']} tokens")
         adapter = runs.RunFolder(config.run_folder).adapter
         for name in _FILES:
             durable.write_synced(Path(sys.argv[2]) / name, (adapter / name).read_bytes())
