@@ -12,7 +12,7 @@ EVIL = "<script>alert('1')</script> | x `c` [a](javascript:1)"
 
 
 def entry(date: str, time_s: float, author: str = "ada", rank: int = 1) -> Entry:
-    return Entry(rank, time_s, 0.5, 0.9, author, EVIL, date, "warm", "report.json")
+    return Entry(rank, time_s, 0.5, 0.9, "-", author, EVIL, date, "warm", "report.json")
 
 
 def board(*entries: Entry, is_provisional: bool = False) -> Board:

@@ -178,6 +178,7 @@ def test_a_recipe_trains_in_one_process_and_is_judged_like_any_other(contest: Pa
     log = (verification.run_folder(1) / "train.log").read_text()
     assert (run["exit_code"], run["complaints"]) == (0, []), log
     assert run["num_left_behind"] == 0 and run["score"] >= 0.8
+    assert run["num_tokens"] >= 80 * 10 * 3  # rows hold one example or more, and none is shorter
     assert {entry["name"] for entry in run["output"]} == {"adapter_config.json", "adapter_model.safetensors"}
 
 

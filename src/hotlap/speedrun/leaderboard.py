@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotlap.speedrun.report import escaped
+from hotlap.speedrun.report import cost_of, escaped
 
 START, END = "<!-- LEADERBOARD:START -->", "<!-- LEADERBOARD:END -->"
 _WIDTH, _HEIGHT, _EDGE = 640, 220, 46
@@ -25,6 +25,8 @@ class Entry:
     time_s: float
     spread_s: float
     score: float
+    cost: str
+    """What a run costs in dollars and tokens, as far as that is known."""
     author: str
     description: str
     date: str
@@ -57,6 +59,7 @@ def entry_of(rank: int, row: dict[str, Any]) -> Entry:
         time_s=statistics.fmean(times),
         spread_s=statistics.stdev(times),
         score=statistics.fmean(row["accuracies"]),
+        cost=cost_of(row.get("usd_micros_mean"), row.get("num_tokens_mean")),
         author=row["author"],
         description=row["description"],
         date=row["date"][:10],
@@ -88,11 +91,11 @@ def section(board: Board) -> str:
         f"Target: {sign} {board.target:g} ({metric}). Base model {escaped(board.base_model)}.",
         *(["", "These rules are provisional: nothing here is a record yet."] if board.is_provisional else []),
         "",
-        "| rank | time s | spread s | score | by | what | when | start | proof |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| rank | time s | spread s | score | cost | by | what | when | start | proof |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for entry in board.entries:
-        numbers = [str(entry.rank), f"{entry.time_s:.1f}", f"{entry.spread_s:.1f}", f"{entry.score:.4f}"]
+        numbers = [str(entry.rank), f"{entry.time_s:.1f}", f"{entry.spread_s:.1f}", f"{entry.score:.4f}", entry.cost]
         words = [escaped(entry.author), escaped(entry.description), entry.date, entry.regime, escaped(entry.proof)]
         lines.append("| " + " | ".join([*numbers, *words]) + " |")
     for submission, author in board.not_rebased:
@@ -154,10 +157,12 @@ def _html_of(board: Board) -> str:
     if not board.entries:
         return "\n".join([*lines, "<p>No record yet.</p>"])
     lines.append(chart(progression(board)))
-    lines.append('<table><tr><th class="n">rank</th><th class="n">time</th><th class="n">score</th><th>by</th>')
-    lines.append("<th>what</th><th>when</th><th>start</th></tr>")
+    lines.append(
+        '<table><tr><th class="n">rank</th><th class="n">time</th><th class="n">score</th><th class="n">cost</th>'
+    )
+    lines.append("<th>by</th><th>what</th><th>when</th><th>start</th></tr>")
     for entry in board.entries:
-        numbers = (str(entry.rank), f"{entry.time_s:.1f} ± {entry.spread_s:.1f} s", f"{entry.score:.4f}")
+        numbers = (str(entry.rank), f"{entry.time_s:.1f} ± {entry.spread_s:.1f} s", f"{entry.score:.4f}", entry.cost)
         words = (entry.author, entry.description, entry.date, entry.regime)
         cells = "".join(f'<td class="n">{number}</td>' for number in numbers)
         lines.append(f"<tr>{cells}{''.join(f'<td>{html.escape(word)}</td>' for word in words)}</tr>")

@@ -91,6 +91,12 @@ def escaped(text: object) -> str:
     return plain.translate(_MARKUP)
 
 
+def cost_of(usd_micros: int | None, num_tokens: float | None) -> str:
+    """In words. Where no price is set, and of programs that are not ours, it is not known."""
+    parts = [f"${usd_micros / 1e6:.4f}"] if usd_micros else []
+    return ", ".join(parts + ([f"{num_tokens:,.0f} tokens"] if num_tokens else [])) or "-"
+
+
 def to_markdown(report: Report) -> str:
     entry, decision, summary = report["submission"], report["decision"], report["summary"]
     environment = report["machine"]["environment"]
@@ -120,7 +126,7 @@ def to_markdown(report: Report) -> str:
         )
     low_high = summary["time_seconds_interval"]
     spread = f", 95 % interval {low_high[0]:.2f} to {low_high[1]:.2f} s" if low_high else ""
-    tokens = summary["num_tokens_mean"]
-    costs = f"${summary['usd_micros_mean'] / 1e6:.4f} a run" if summary["usd_micros_mean"] else "no price set"
-    costs += f", {tokens:,.0f} tokens a run" if tokens else ", tokens not known"
-    return "\n".join([*lines, "", f"Mean time {summary['time_seconds_mean']:.2f} s{spread}; {costs}.", ""])
+    cost = cost_of(summary["usd_micros_mean"], summary["num_tokens_mean"])
+    return "\n".join(
+        [*lines, "", f"Mean time {summary['time_seconds_mean']:.2f} s{spread}. Cost of a run: {cost}.", ""]
+    )
