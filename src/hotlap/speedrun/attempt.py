@@ -22,6 +22,8 @@ from hotlap.speedrun.track import EVALUATOR, Track
 
 EVALUATION_S = 1800.0
 _MAX_PREDICTIONS_BYTES = 1 << 26
+_PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""As slices have it. A `train.py` is left to choose."""
 Say = Callable[[str], None]
 
 
@@ -156,7 +158,7 @@ def _recipe_program(verification: Verification, places: list[tuple[Path, str]]) 
             **verification.variables(environment),
             "PYTHONPATH": str(package.parent),
             "HOTLAP_HOME": "/tmp/hotlap",
-            "OMP_WAIT_POLICY": "PASSIVE",
+            **_PATIENT,
         },
         inputs=tuple(places),
         collect=audit.max_bytes(verification.track.spec.limits),
@@ -193,7 +195,7 @@ def _score(verification: Verification, folder: Path) -> dict[str, Any]:
     program = sandbox.Program(
         argv=(str(environment.python), "-P", "/evaluate.py", "/order.json"),
         cwd="/",
-        env=verification.variables(environment),
+        env={**verification.variables(environment), **_PATIENT},
         inputs=(
             (EVALUATOR, "/evaluate.py"),
             (verification.model, "/model"),
