@@ -76,7 +76,7 @@ PACKAGES = {
 ours at all, because it is run alone."""
 
 OWNERS = {
-    "pydantic": "config config_base config_data config_model translate speedrun.track research.space",
+    "pydantic": "config config_base config_data config_model translate speedrun.recipe speedrun.track research.space",
     "click": "cli",
     "rich": "cli",
     "httpx": "cloud.runpod export.bench",
