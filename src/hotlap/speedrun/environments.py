@@ -124,19 +124,20 @@ def _install(folder: Path, lock_text: str, extras: Sequence[str]) -> None:
     _run([sys.executable, "-I", "-m", "venv", "--without-pip", str(folder)])
     wanted = folder / "requirements.txt"
     durable.replace(wanted, (lock_text.rstrip("\n") + "\n" + "".join(f"{each}\n" for each in sorted(extras))).encode())
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
+    pip = [sys.executable, "-I", "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
     _run([*pip, "--no-input", "--quiet", "--only-binary", ":all:", "--requirement", str(wanted)])
     os.sync()  # thousands of files; the account that follows says that they are there
 
 
 def _run(argv: list[str]) -> None:
+    """A module in isolated mode: the contest's folder, where strangers' files lie, is not searched for it."""
     names = [name for name in os.environ if name in _PASSED_ON or name.startswith("PIP_") or "proxy" in name.lower()]
     env = {name: os.environ[name] for name in names}
     end = run_child(argv, clock.Deadline(clock.monotonic_s() + _BUILD_S), env=env)
     require_not_stopped(end)
     if end.exit_code != 0:
         raise FetchFailed(
-            f"The environment cannot be built; {' '.join(argv[1:4])} ended with code {end.exit_code}: "
+            f"The environment cannot be built; {argv[3]} ended with code {end.exit_code}: "
             f"{end.last_words[-800:]} Check the network, pip's configuration and the packages' versions."
         )
 
