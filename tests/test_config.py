@@ -336,6 +336,7 @@ OTHER_VALUES: dict[str, Any] = {
     "optim.warmdown_ratio": 0.5,
     "train.neftune_alpha": 5.0,
     "slice.gradient_checkpointing": True,
+    "slice.attention_kernel": "mask",
     "eval.patience": 3,
     "eval.sample_prompts": ("Who are you?",),
     "eval.sample_tokens": 16,

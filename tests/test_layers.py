@@ -98,7 +98,7 @@ OWNERS = {
     "safetensors": "train export speedrun.evaluate",
     "bitsandbytes": "train export speedrun.evaluate",
     "gguf": "train export",
-    "jinja2": "report",
+    "jinja2": "data.verbatim report",
     "plotly": "report",
     "matplotlib": "report",
     "starlette": "report",

@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -83,6 +83,11 @@ class SliceConfig(Config):
     gradient_checkpointing: bool = False
     """Compute a layer's activations again in the backward pass instead of keeping them: less memory, more time, the
     same result. May be changed from slice to slice."""
+
+    attention_kernel: Literal["auto", "mask", "flash", "flex"] = "auto"
+    """What keeps the examples of a row apart. `auto` is FlashAttention on a CUDA device with the `flash-attn` package
+    and 16-bit numbers, else a mask. `flex` is torch's own, on CUDA. They differ in rounding; may be changed from slice
+    to slice."""
 
     @property
     def cap_s(self) -> float:
