@@ -77,7 +77,8 @@ PACKAGES = {
 ours at all, because it is run alone."""
 
 OWNERS = {
-    "pydantic": "config config_base config_data config_model config_techniques translate speedrun.track research.space",
+    "pydantic": "config config_base config_data config_model "
+    "config_techniques translate speedrun.track research.space speedrun.recipe",
     "click": "cli",
     "rich": "cli",
     "httpx": "cloud.runpod export.bench",
