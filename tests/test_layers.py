@@ -39,7 +39,8 @@ CORE = {
     "config_base": "",
     "config_data": "config_base",
     "config_model": "config_base",
-    "config": "config_base config_data config_model durable errors",
+    "config_cloud": "config_base",
+    "config": "config_base config_cloud config_data config_model durable errors",
     "clock": "config errors",
     "checkpoint": "clock durable errors",
     "child": "clock errors",
@@ -76,7 +77,7 @@ PACKAGES = {
 ours at all, because it is run alone."""
 
 OWNERS = {
-    "pydantic": "config config_base config_data config_model translate speedrun.track research.space",
+    "pydantic": "config config_base config_cloud config_data config_model translate speedrun.track research.space",
     "click": "cli",
     "rich": "cli",
     "httpx": "cloud.runpod export.bench",

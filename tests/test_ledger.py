@@ -21,7 +21,7 @@ from postgres import Server
 from hotlap.cloud.lease import Lease, Sum, day_of, forecast, next_day_s, overdue_s
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.money import Amount, Rate, loss_bound_s, ttl_s, usd, worst_rate
-from hotlap.config import BudgetConfig, CloudConfig, LimitsConfig, ReaperConfig
+from hotlap.config_cloud import BudgetConfig, CloudConfig, LimitsConfig, ReaperConfig
 from hotlap.errors import BudgetRefused, CorruptFile, RunLocked, StorageFailed, VolumeGone
 
 pytestmark = pytest.mark.long

@@ -24,7 +24,8 @@ from hotlap.cloud.money import Amount
 from hotlap.cloud.provider import Where
 from hotlap.cloud.runpod import TRAITS
 from hotlap.cloud.runpod_shapes import create_body, in_older_words
-from hotlap.config import BudgetConfig, CloudConfig, RunConfig, load_run
+from hotlap.config import CloudConfig, RunConfig, load_run
+from hotlap.config_cloud import BudgetConfig
 from hotlap.testing.bodies import MAX_BODY_BYTES
 from hotlap.testing.fake_runpod import FakeRunpod
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import sshd
 
 from hotlap import clock
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.proof import Patience, end_all
 from hotlap.cloud.provider import LogPage, Machine, Offer, Provider, Start, Tags
-from hotlap.config import LocalConfig
+from hotlap.cloud.ssh import SshProvider
+from hotlap.config_cloud import LocalConfig
 from hotlap.errors import HotlapError, NotCreated
 
 pytestmark = pytest.mark.long
@@ -56,6 +58,16 @@ def local(home: Path) -> Iterator[Ground]:
         provider.terminate(machine.machine_id)
 
 
+def ssh(home: Path) -> Iterator[Ground]:
+    for box in sshd.served(home / "sshd", sys.executable):
+        if box is None:
+            pytest.skip("sshd is not installed (Debian: apt-get install openssh-server)")
+        provider = SshProvider(box.settings)
+        yield Ground(provider, Start((sys.executable, "-c", SLEEP)), clock.monotonic_s, clock.sleep_s)
+        for machine in provider.machines().machines:
+            provider.terminate(machine.machine_id)
+
+
 def fake_runpod(home: Path) -> Iterator[Ground]:
     from hotlap.cloud.runpod import Runpod
     from hotlap.testing.containers import Job, scripted
@@ -69,7 +81,7 @@ def fake_runpod(home: Path) -> Iterator[Ground]:
         provider.close()
 
 
-GROUNDS = [local, fake_runpod]
+GROUNDS = [local, ssh, fake_runpod]
 
 
 @pytest.fixture(params=GROUNDS, ids=lambda make: make.__name__)

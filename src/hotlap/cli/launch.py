@@ -33,7 +33,7 @@ Example:
 """
 )
 @click.argument("config", required=False, type=click.Path(path_type=Path))
-@click.option("--on", "provider", default="runpod", show_default=True, help="local or runpod.")
+@click.option("--on", "provider", default="runpod", show_default=True, help="local, ssh or runpod.")
 @click.option("--job", type=click.Choice(["qlora"]), default="qlora", show_default=True, help="What to run.")
 @click.option("--slices", "num_slices", default=1, show_default=True, help="At most so many, each on its own machine.")
 @click.option("--gpu", "gpus", multiple=True, help="Kind of GPU; several are tried in this order.  [default: cheapest]")
@@ -136,7 +136,10 @@ def _work_of(
     settings: "RunConfig", provider: "Provider", volume_id: str | None, image: str | None, again: bool
 ) -> _Work:
     from hotlap.cloud import parcel, preparing, rental
+    from hotlap.cloud.ssh import SshProvider
 
+    if isinstance(provider, SshProvider):
+        return _Work(rental.box_job(settings, provider), None)
     if volume_id is None or provider.traits.name == "local":
         return _Work(rental.local_job(settings, provider.traits), None)
     sent = parcel.pack()

@@ -28,7 +28,8 @@ from hotlap.cloud.provider import (
     Where,
     read_tags,
 )
-from hotlap.config import LocalConfig, hotlap_home
+from hotlap.config import hotlap_home
+from hotlap.config_cloud import LocalConfig
 from hotlap.errors import AmbiguousCreate, NotCreated, ProviderFailed
 
 TRAITS = Traits(

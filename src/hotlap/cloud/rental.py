@@ -18,6 +18,8 @@ from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.money import Amount, loss_bound_s, rate_of, ttl_s, worst_rate
 from hotlap.cloud.provider import ANYWHERE, Offer, Provider, Start, Traits, Where
 from hotlap.cloud.secrecy import redactor
+from hotlap.cloud.ssh import TRAITS as SSH_TRAITS
+from hotlap.cloud.ssh import SshProvider
 from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import (
     INTERRUPTED,
@@ -32,7 +34,7 @@ from hotlap.errors import (
     UsageError,
 )
 
-NAMES = ("local", "runpod")
+NAMES = ("local", "ssh", "runpod")
 _DATA_PLACES = ("eval_dataset", "chat_template")
 _CLASSES: dict[str, type[HotlapError]] = {"provisioning": ProvisioningFailed, "price": PriceRose}
 
@@ -44,8 +46,10 @@ def open_provider(name: str, settings: CloudConfig) -> Provider:
     """
     if name == "local":
         return LocalProvider(settings.local)
+    if name == "ssh":
+        return SshProvider(settings.ssh)
     if name != "runpod":
-        raise UsageError(f"There is no provider {name!r}; there are {' and '.join(NAMES)}.")
+        raise UsageError(f"There is no provider {name!r}; there are {', '.join(NAMES)}.")
     from hotlap.cloud import runpod
 
     return runpod.from_environment()
@@ -64,15 +68,19 @@ def center_of(volume_id: str) -> str:
 
 def configured(settings: CloudConfig) -> list[Provider]:
     """Every provider that this environment can reach: a sweep looks at all of them."""
-    names = [name for name in NAMES if name == "local" or os.environ.get("RUNPOD_API_KEY")]
-    return [open_provider(name, settings) for name in names]
+    is_reached = {
+        "local": True,
+        "ssh": settings.ssh.host is not None,
+        "runpod": bool(os.environ.get("RUNPOD_API_KEY")),
+    }
+    return [open_provider(name, settings) for name in NAMES if is_reached[name]]
 
 
 def all_traits() -> list[Traits]:
     """How every provider behaves, with or without a key to it."""
     from hotlap.cloud import runpod
 
-    return [LOCAL_TRAITS, runpod.TRAITS]
+    return [LOCAL_TRAITS, SSH_TRAITS, runpod.TRAITS]
 
 
 def owner_of(settings: CloudConfig) -> str:
@@ -124,6 +132,20 @@ def local_job(config: RunConfig, traits: Traits) -> Job:
     config = _found_anywhere(config)
     argv = (sys.executable, "-S", "-I", boot.__file__, *worker_of(config, sys.executable))
     plan = plan_of(Job(config.run_name, config.slice.cap_s, Start(argv)), traits)
+    return Job(config.run_name, config.slice.cap_s, Start(argv, {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"}))
+
+
+def box_job(config: RunConfig, provider: SshProvider) -> Job:
+    """The same on a box of one's own: its Python, and its files. The run's folder begins in the login's home.
+
+    Raises:
+        ProviderFailed: the box does not answer.
+    """
+    box = provider.box()
+    there = {"run": config.run_name, "output_dir": str(Path(box["home"]) / config.output_dir)}
+    config = config.model_copy(update=there)
+    argv = (box["python"], "-S", "-I", box["boot"], *worker_of(config, box["python"]))
+    plan = plan_of(Job(config.run_name, config.slice.cap_s, Start(argv)), provider.traits)
     return Job(config.run_name, config.slice.cap_s, Start(argv, {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"}))
 
 
