@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import sshd
 from fixtures_data import f3_rows, write_jsonl
 from postgres import Server, served
 from tiny import make_tiny_model, tiny_config
@@ -58,6 +59,15 @@ def postgres() -> Iterator[Server]:
         if server is None:
             pytest.skip("PostgreSQL's initdb is not installed (Debian: apt-get install postgresql)")
         yield server
+
+
+@pytest.fixture(scope="session")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshd.Box]:
+    """A box of this test run, reached over ssh, with this Python."""
+    for box in sshd.served(tmp_path_factory.mktemp("box") / "sshd", sys.executable):
+        if box is None:
+            pytest.skip("sshd is not installed (Debian: apt-get install openssh-server)")
+        yield box
 
 
 @pytest.fixture(scope="session")

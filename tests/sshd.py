@@ -5,10 +5,12 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from hotlap.cloud.local import LocalProvider
 from hotlap.config_cloud import SshConfig
 
 
@@ -22,6 +24,7 @@ class Box:
 
     def __init__(self, sshd: str, folder: Path, python: str) -> None:
         folder.mkdir(parents=True)
+        self._short = tempfile.mkdtemp(prefix="hotlap-ssh-", dir="/tmp")
         self.home = folder / "box-home"
         for name in ("host", "login"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=30)
@@ -38,6 +41,8 @@ class Box:
         (folder / "client").write_text(
             f"Host box\n HostName 127.0.0.1\n Port {port}\n User {getpass.getuser()}\n"
             f" IdentityFile {folder / 'login'}\n IdentitiesOnly yes\n UserKnownHostsFile {folder / 'known'}\n"
+            # One connection for all requests; the path of its socket must be short.
+            f" ControlMaster auto\n ControlPersist yes\n ControlPath {self._short}/%C\n"
         )
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(exist_ok=True)  # where root's sshd separates its privileges
@@ -50,7 +55,13 @@ class Box:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """No more logins; those that are there end with what they run."""
+        """No more logins; what runs there is ended."""
+        provider = LocalProvider(home=self.home / "rented")
+        for machine in provider.machines().machines:
+            provider.terminate(machine.machine_id)
+        client = ["ssh", "-F", str(self.settings.config_file), "-O", "exit", "box"]
+        subprocess.run(client, check=False, capture_output=True, timeout=30)
+        shutil.rmtree(self._short)
         self._process.terminate()
         self._process.wait(timeout=30)
         self._log.close()

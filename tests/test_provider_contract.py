@@ -3,10 +3,8 @@
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
-import sshd
 
 from hotlap import clock
 from hotlap.cloud.local import LocalProvider
@@ -50,7 +48,8 @@ class Ground:
         return end_all(self.provider, [(machine.machine_id, machine.created_at_s)], patience)[machine.machine_id][1]
 
 
-def local(home: Path) -> Iterator[Ground]:
+def local(request: pytest.FixtureRequest) -> Iterator[Ground]:
+    home = request.getfixturevalue("home")
     provider = LocalProvider(LocalConfig(usd_per_hour=0.36), home, grace_s=0.2)
     ground = Ground(provider, Start((sys.executable, "-c", SLEEP)), clock.monotonic_s, clock.sleep_s)
     yield ground
@@ -58,17 +57,12 @@ def local(home: Path) -> Iterator[Ground]:
         provider.terminate(machine.machine_id)
 
 
-def ssh(home: Path) -> Iterator[Ground]:
-    for box in sshd.served(home / "sshd", sys.executable):
-        if box is None:
-            pytest.skip("sshd is not installed (Debian: apt-get install openssh-server)")
-        provider = SshProvider(box.settings)
-        yield Ground(provider, Start((sys.executable, "-c", SLEEP)), clock.monotonic_s, clock.sleep_s)
-        for machine in provider.machines().machines:
-            provider.terminate(machine.machine_id)
+def ssh(request: pytest.FixtureRequest) -> Iterator[Ground]:
+    provider = SshProvider(request.getfixturevalue("box").settings)
+    yield Ground(provider, Start((sys.executable, "-c", SLEEP)), clock.monotonic_s, clock.sleep_s)
 
 
-def fake_runpod(home: Path) -> Iterator[Ground]:
+def fake_runpod(_request: pytest.FixtureRequest) -> Iterator[Ground]:
     from hotlap.cloud.runpod import Runpod
     from hotlap.testing.containers import Job, scripted
     from hotlap.testing.fake_clock import FakeClock
@@ -85,8 +79,8 @@ GROUNDS = [local, ssh, fake_runpod]
 
 
 @pytest.fixture(params=GROUNDS, ids=lambda make: make.__name__)
-def ground(request: pytest.FixtureRequest, home: Path) -> Iterator[Ground]:
-    yield from request.param(home)
+def ground(request: pytest.FixtureRequest) -> Iterator[Ground]:
+    yield from request.param(request)
 
 
 def test_offers_are_priced_and_the_cheapest_comes_first(ground: Ground) -> None:

@@ -1,20 +1,26 @@
 """The box's end of the `ssh` provider: its machines, made, listed, ended and read for one order that comes by a line.
 
-    python -m hotlap.cloud.far
+    python -m hotlap.cloud.far create|machines|terminate|logs
 
 It greets with a line of JSON about this box and then waits for the order, so whoever has no greeting has sent nothing.
-The answer is a line of JSON too. A machine is one of the local provider's, in a folder of its own, with a guardian
-that ends it at its time, whatever becomes of the connection.
+The answer is a line of JSON too. From its greeting to its answer a create keeps listings waiting: one that was cut off
+from whoever ordered it is over, one way or the other, when the next listing is read. A machine is one of the local
+provider's, in a folder of its own, with a guardian that ends it at its time, whatever becomes of the connection.
 """
 
+import contextlib
+import fcntl
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import hotlap
+from hotlap import durable
 from hotlap.cloud import boot
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.provider import Listing, ListingBroken, Offer, Start, Tags
@@ -22,6 +28,9 @@ from hotlap.config import hotlap_home
 from hotlap.errors import HotlapError
 
 Order = dict[str, Any]
+
+_ORDER_S = 20
+"""How long an order may take to come after the greeting: a connection can break without a word."""
 
 
 def greeting() -> dict[str, str]:
@@ -59,22 +68,47 @@ def _listed(listing: Listing) -> dict[str, Any]:
     return asdict(listing)
 
 
-def main() -> None:
-    print(json.dumps(greeting()), flush=True)
-    line = sys.stdin.readline()
-    if not line.endswith("\n"):  # cut off before it was whole, so nothing was ordered
+@contextlib.contextmanager
+def _in_turn(what: str) -> Generator[None]:
+    kind = {"create": fcntl.LOCK_EX, "machines": fcntl.LOCK_SH}.get(what)
+    if kind is None:
+        yield
         return
-    order = json.loads(line)
+    path = hotlap_home() / "rented" / ".turn"
+    durable.make_dirs(path.parent)
+    with contextlib.suppress(FileExistsError):
+        durable.disk.create(path, b"")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, kind)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def main(argv: list[str]) -> None:
+    what = argv[0]
+    with _in_turn(what):
+        print(json.dumps(greeting()), flush=True)
+        signal.alarm(_ORDER_S)
+        line = sys.stdin.readline()
+        signal.alarm(0)
+        if line.endswith("\n"):  # else it was cut off before it was whole, and nothing was ordered
+            _answer(what, json.loads(line))
+
+
+def _answer(what: str, order: Order) -> None:
     provider = LocalProvider(home=hotlap_home() / "rented")
     answer: dict[str, Any]
     try:
-        answer = {"is": _ACTS[order["do"]](provider, order)}
+        answer = {"is": _ACTS[what](provider, order)}
     except ListingBroken as error:
         answer = {"error": "ListingBroken", "message": str(error), "seen": _listed(error.seen)}
     except HotlapError as error:
         answer = {"error": type(error).__name__, "message": str(error)}
-    print(json.dumps(answer), flush=True)
+    with contextlib.suppress(BrokenPipeError):  # nobody listens any more; the machine's folder tells it all
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

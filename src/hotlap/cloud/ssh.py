@@ -33,8 +33,8 @@ TRAITS = Traits(
     proof_listings=1,
     proof_gap_s=0.0,
     proof_s=60.0,
-    # An order may arrive and the connection break: the box goes on making the machine.
-    visibility_s=30.0,
+    # A listing waits for whatever is being made there, so what is missing from it does not exist.
+    visibility_s=0.0,
     poll_s=1.0,
     provisioning_s=60.0,
     needs_volume=False,
@@ -85,7 +85,6 @@ class SshProvider:
 
     def create(self, offer: Offer, tags: Tags, start: Start) -> Machine:
         order = {
-            "do": "create",
             "offer": vars(offer),
             "tags": vars(tags),
             "argv": list(start.argv),
@@ -93,7 +92,7 @@ class SshProvider:
             "secret_refs": dict(start.secret_refs),
         }
         try:
-            return _machine(self._ask(order))
+            return _machine(self._ask("create", order))
         except _NotGreeted as error:
             raise NotCreated(f"{error} Nothing was made.") from None
         except NotCreated:
@@ -102,13 +101,13 @@ class SshProvider:
             raise AmbiguousCreate(f"The answer to the create of {tags.name} was lost: {error}") from None
 
     def machines(self) -> Listing:
-        return _listing(self._ask({"do": "machines"}))
+        return _listing(self._ask("machines", {}))
 
     def terminate(self, machine_id: str) -> bool:
-        return bool(self._ask({"do": "terminate", "machine_id": machine_id}))
+        return bool(self._ask("terminate", {"machine_id": machine_id}))
 
     def logs(self, machine_id: str, cursor: str = "") -> LogPage:
-        page = self._ask({"do": "logs", "machine_id": machine_id, "cursor": cursor})
+        page = self._ask("logs", {"machine_id": machine_id, "cursor": cursor})
         return LogPage(tuple(page["lines"]), page["cursor"])
 
     def close(self) -> None:
@@ -116,15 +115,22 @@ class SshProvider:
 
     # --- one request ---
 
-    def _command(self) -> list[str]:
+    def _command(self, what: str) -> list[str]:
         options = [word for option in _OPTIONS for word in ("-o", option)]
         if self._settings.config_file is not None:
             options += ["-F", self._settings.config_file]
-        return ["ssh", "-T", *options, "--", self._host, shlex.join([self._settings.python, "-m", "hotlap.cloud.far"])]
+        return [
+            "ssh",
+            "-T",
+            *options,
+            "--",
+            self._host,
+            shlex.join([self._settings.python, "-m", "hotlap.cloud.far", what]),
+        ]
 
-    def _ask(self, order: dict[str, Any]) -> Any:
+    def _ask(self, what: str, order: dict[str, Any]) -> Any:
         process = subprocess.Popen(
-            self._command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            self._command(what), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         watch = threading.Timer(self._patience_s, process.kill)
         watch.start()
