@@ -87,6 +87,8 @@ OWNERS = {
     "boto3": "cloud.volume",
     "botocore": "cloud.volume",
     "modal": "cloud.modal",
+    "modal_proto": "testing.fake_modal",
+    "grpclib": "testing.fake_modal",
     "yaml": "translate speedrun.submission speedrun.inputs",
     "numpy": "data train research speedrun report",
     "tokenizers": "data",

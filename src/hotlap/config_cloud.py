@@ -77,7 +77,28 @@ class SshConfig(Config):
 
 class RunpodConfig(Config):
     image: str | None = None
-    """Container image for launches that name none. It needs Python, and hotlap for the job."""
+    """Container image for launches that name none, by its digest. It needs Python 3.11."""
+
+
+_MODAL_USD_PER_HOUR = {
+    "T4": 1.04,
+    "L4": 1.25,
+    "A10": 1.55,
+    "L40S": 2.40,
+    "A100-40GB": 2.55,
+    "A100-80GB": 2.95,
+    "H100": 4.40,
+    "H200": 4.99,
+    "B200": 6.70,
+}
+
+
+class ModalConfig(Config):
+    usd_per_hour: dict[str, float] = Field(default=_MODAL_USD_PER_HOUR)
+    """Kinds of GPU, and what a sandbox with one, 4 cores and 32 GiB costs. Modal's API tells no prices."""
+
+    image: str | None = None
+    """As for RunPod."""
 
 
 class CloudConfig(Config):
@@ -89,6 +110,7 @@ class CloudConfig(Config):
     local: LocalConfig = LocalConfig()
     ssh: SshConfig = SshConfig()
     runpod: RunpodConfig = RunpodConfig()
+    modal: ModalConfig = ModalConfig()
 
 
 CLOUD_TOML = """\
@@ -137,6 +159,21 @@ usd_per_hour = 0.0
 num_gpus = 1
 
 [runpod]
-# The container image for launches that name none; Python and hotlap are in it. A digest pins it:
-# image = "name/hotlap@sha256:..."
+# The container image for launches that name none. Python 3.11 is in it, and better torch too; a digest pins it:
+# image = "name/pytorch@sha256:..."
+
+[modal]
+# image = "name/pytorch@sha256:..."
+# What a sandbox with one of these, 4 cores and 32 GiB costs an hour. Modal's API tells no prices, so this list is what
+# budgets are held by: compare it with Modal's price page, and take every kind out that you do not want.
+[modal.usd_per_hour]
+T4 = 1.04
+L4 = 1.25
+A10 = 1.55
+L40S = 2.4
+"A100-40GB" = 2.55
+"A100-80GB" = 2.95
+H100 = 4.4
+H200 = 4.99
+B200 = 6.7
 """

@@ -33,7 +33,7 @@ Example:
 """
 )
 @click.argument("config", required=False, type=click.Path(path_type=Path))
-@click.option("--on", "provider", default="runpod", show_default=True, help="local, ssh or runpod.")
+@click.option("--on", "provider", default="runpod", show_default=True, help="local, ssh, runpod or modal.")
 @click.option("--job", type=click.Choice(["qlora"]), default="qlora", show_default=True, help="What to run.")
 @click.option("--slices", "num_slices", default=1, show_default=True, help="At most so many, each on its own machine.")
 @click.option("--gpu", "gpus", multiple=True, help="Kind of GPU; several are tried in this order.  [default: cheapest]")
@@ -94,7 +94,7 @@ def launch(
         return _tell(as_json, run, 0, "done", f"{run} is done; nothing is rented. Something else needs --run NAME", [])
     _require_a_place(rented_from, volume_id, cloud)
     offers = rental.offers_for(rented_from, gpus, Where(volume_id, regions, tier.upper() if tier else None))
-    work = _work_of(settings, rented_from, volume_id, image or cloud.runpod.image, only_prepares)
+    work = _work_of(settings, rented_from, volume_id, rental.image_of(rented_from.traits, image, cloud), only_prepares)
     jobs = work.jobs(num_slices := 0 if only_prepares else num_slices)
     if not jobs:
         return _tell(as_json, run, 0, "done", "a local machine has it all; nothing is to be prepared", [])

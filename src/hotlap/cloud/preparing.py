@@ -16,7 +16,7 @@ from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, plan_of
 from hotlap.cloud.money import Amount
 from hotlap.cloud.parcel import Parcel
 from hotlap.cloud.provider import Offer, Start, Traits
-from hotlap.cloud.rental import worker_of
+from hotlap.cloud.rental import boot_env, worker_of
 from hotlap.cloud.runpod_shapes import boot_argv
 from hotlap.config import RunConfig, hotlap_home
 
@@ -42,7 +42,7 @@ def slice_job(config: RunConfig, parcel: Parcel, volume_id: str, image: str | No
 
 def _job(run: str, cap_s: float, argv: tuple[str, ...], volume_id: str, image: str | None, traits: Traits) -> Job:
     plan = plan_of(Job(run, cap_s, Start(argv)), traits)
-    env = {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}", "HOTLAP_HOME": HOME}
+    env = {**boot_env(plan, traits), "HOTLAP_HOME": HOME}
     return Job(run, cap_s, Start(argv, env, image=image, volume_id=volume_id, volume_path=VOLUME))
 
 

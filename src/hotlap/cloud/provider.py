@@ -108,6 +108,8 @@ class Start:
     volume_id: str | None = None
     volume_path: str = "/workspace"
     disk_gb: int = 20
+    has_network: bool = True
+    """Asked for only where `Traits.blocks_network`."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,9 @@ class Traits:
 
     restarts: bool
     """Whether a command that ended is started again."""
+
+    blocks_network: bool = False
+    """Whether it makes machines without a network."""
 
 
 class Provider(Protocol):

@@ -3,6 +3,7 @@
 import contextlib
 import getpass
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from hotlap.cloud.provider import ANYWHERE, Offer, Provider, Start, Traits, Wher
 from hotlap.cloud.secrecy import redactor
 from hotlap.cloud.ssh import TRAITS as SSH_TRAITS
 from hotlap.cloud.ssh import SshProvider
-from hotlap.config import CloudConfig, RunConfig
+from hotlap.cloud.watch import Plan
+from hotlap.config import CloudConfig, RunConfig, hotlap_home
 from hotlap.errors import (
     INTERRUPTED,
     OVERRAN,
@@ -34,7 +36,8 @@ from hotlap.errors import (
     UsageError,
 )
 
-NAMES = ("local", "ssh", "runpod")
+NAMES = ("local", "ssh", "runpod", "modal")
+_PINNED = re.compile(r"[^@\s]+@sha256:[0-9a-f]{64}")
 _DATA_PLACES = ("eval_dataset", "chat_template")
 _CLASSES: dict[str, type[HotlapError]] = {"provisioning": ProvisioningFailed, "price": PriceRose}
 
@@ -48,11 +51,15 @@ def open_provider(name: str, settings: CloudConfig) -> Provider:
         return LocalProvider(settings.local)
     if name == "ssh":
         return SshProvider(settings.ssh)
-    if name != "runpod":
-        raise UsageError(f"There is no provider {name!r}; there are {', '.join(NAMES)}.")
-    from hotlap.cloud import runpod
+    if name == "runpod":
+        from hotlap.cloud import runpod
 
-    return runpod.from_environment()
+        return runpod.from_environment()
+    if name == "modal":
+        from hotlap.cloud import modal
+
+        return modal.ModalProvider(settings.modal)
+    raise UsageError(f"There is no provider {name!r}; there are {', '.join(NAMES)}.")
 
 
 def center_of(volume_id: str) -> str:
@@ -68,19 +75,22 @@ def center_of(volume_id: str) -> str:
 
 def configured(settings: CloudConfig) -> list[Provider]:
     """Every provider that this environment can reach: a sweep looks at all of them."""
+    from hotlap.cloud import modal
+
     is_reached = {
         "local": True,
         "ssh": settings.ssh.host is not None,
         "runpod": bool(os.environ.get("RUNPOD_API_KEY")),
+        "modal": modal.has_token(),
     }
     return [open_provider(name, settings) for name in NAMES if is_reached[name]]
 
 
 def all_traits() -> list[Traits]:
     """How every provider behaves, with or without a key to it."""
-    from hotlap.cloud import runpod
+    from hotlap.cloud import modal, runpod
 
-    return [LOCAL_TRAITS, SSH_TRAITS, runpod.TRAITS]
+    return [LOCAL_TRAITS, SSH_TRAITS, runpod.TRAITS, modal.TRAITS]
 
 
 def owner_of(settings: CloudConfig) -> str:
@@ -127,12 +137,35 @@ def require_volume(traits: Traits, volume_id: str | None) -> None:
         )
 
 
+def image_of(traits: Traits, named: str | None, settings: CloudConfig) -> str | None:
+    """The container image of a launch, which is the same tomorrow. None where machines have none.
+
+    Raises:
+        ConfigError: none is named, or one by a name that may be given to another.
+    """
+    defaults = {"runpod": settings.runpod.image, "modal": settings.modal.image}
+    if traits.name not in defaults:
+        return None
+    image = named or defaults[traits.name]
+    if image is None:
+        raise ConfigError(
+            f"No image is named, and {traits.name} starts nothing without one. Name one that has Python 3.11 with "
+            f"--image NAME@sha256:DIGEST, or as {traits.name}.image in {hotlap_home() / 'cloud.toml'}."
+        )
+    if not _PINNED.fullmatch(image):
+        raise ConfigError(
+            f"The image {image} is not pinned: its name may mean another one tomorrow. Write NAME@sha256:DIGEST; "
+            f"`docker buildx imagetools inspect {image.partition('@')[0]}` tells the digest."
+        )
+    return image
+
+
 def local_job(config: RunConfig, traits: Traits) -> Job:
     """Boot, which runs the worker, which runs one slice, with this Python and this machine's files."""
     config = _found_anywhere(config)
     argv = (sys.executable, "-S", "-I", boot.__file__, *worker_of(config, sys.executable))
     plan = plan_of(Job(config.run_name, config.slice.cap_s, Start(argv)), traits)
-    return Job(config.run_name, config.slice.cap_s, Start(argv, {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"}))
+    return Job(config.run_name, config.slice.cap_s, Start(argv, boot_env(plan, traits)))
 
 
 def box_job(config: RunConfig, provider: SshProvider) -> Job:
@@ -146,7 +179,12 @@ def box_job(config: RunConfig, provider: SshProvider) -> Job:
     config = config.model_copy(update=there)
     argv = (box["python"], "-S", "-I", box["boot"], *worker_of(config, box["python"]))
     plan = plan_of(Job(config.run_name, config.slice.cap_s, Start(argv)), provider.traits)
-    return Job(config.run_name, config.slice.cap_s, Start(argv, {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"}))
+    return Job(config.run_name, config.slice.cap_s, Start(argv, boot_env(plan, provider.traits)))
+
+
+def boot_env(plan: Plan, traits: Traits) -> dict[str, str]:
+    """What boot must know of its job and of its place."""
+    return {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"} | ({} if traits.restarts else {"HOTLAP_LEAVES": "1"})
 
 
 def worker_of(config: RunConfig, python: str) -> tuple[str, ...]:

@@ -189,7 +189,9 @@ def _answer_in(tree: dict[str, Any]) -> Any:
 
 
 def _machine(facts: dict[str, Any]) -> Machine:
-    return Machine(**{**facts, "problems": tuple(facts["problems"])})
+    row: dict[str, Any] = dict(facts)
+    row["problems"] = tuple(row["problems"])
+    return Machine(**row)
 
 
 def _listing(facts: dict[str, Any]) -> Listing:
