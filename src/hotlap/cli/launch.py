@@ -46,6 +46,9 @@ Example:
 @click.option("--output-dir", help="Folder in which runs have theirs.  [default: runs]")
 @click.option("--run", "run_name", help="Name of the run; the same name resumes.  [default: from the settings]")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting, as in lora.rank=32.")
+@click.option(
+    "--offers", "shows_offers", is_flag=True, help="List what fits the run, cheapest slice first."
+)
 @click.option("--prepare", "only_prepares", is_flag=True, help="Install, prefetch and pack on the volume; no slice.")
 @click.option("--detach", is_flag=True, help="Leave a process behind that sees to it, and return.")
 @click.option("--dry-run", is_flag=True, help="Print the worst case and rent nothing.")
@@ -65,6 +68,7 @@ def launch(
     output_dir: str | None,
     run_name: str | None,
     overrides: tuple[str, ...],
+    shows_offers: bool,
     only_prepares: bool,
     detach: bool,
     dry_run: bool,
@@ -88,12 +92,17 @@ def launch(
     settings, cloud = load_run(config, overrides, **flags), load_cloud()
     rental.require_slices(num_slices)
     rented_from = rental.open_provider(provider, cloud)
+    where = Where(volume_id, regions, tier.upper() if tier else None)
+    if shows_offers:
+        from hotlap.cli import launch_offers
+
+        return launch_offers.show(settings, rented_from, where, as_json)
     ledger = Ledger(cloud)
     run = settings.run_name
     if rental.is_done(settings, rented_from, launches.last_outcome(run, ledger)):
         return _tell(as_json, run, 0, "done", f"{run} is done; nothing is rented. Something else needs --run NAME", [])
     _require_a_place(rented_from, volume_id, cloud)
-    offers = rental.offers_for(rented_from, gpus, Where(volume_id, regions, tier.upper() if tier else None))
+    offers = rental.offers_for(rented_from, gpus, where)
     work = _work_of(settings, rented_from, volume_id, rental.image_of(rented_from.traits, image, cloud), only_prepares)
     jobs = work.jobs(num_slices := 0 if only_prepares else num_slices)
     if not jobs:

@@ -53,6 +53,18 @@ TRAITS = Traits(
 CPUS, MEMORY_MIB = 4.0, 32 * 1024
 """Requested, and also the limit: what is used beyond a request would be billed."""
 
+_MEMORY_GB = {
+    "T4": 16.0,
+    "L4": 24.0,
+    "A10": 24.0,
+    "L40S": 48.0,
+    "A100-40GB": 40.0,
+    "A100-80GB": 80.0,
+    "H100": 80.0,
+    "H200": 141.0,
+    "B200": 180.0,
+}
+
 _READ_S = 30.0
 _END_S = 30.0
 _BUILD_S = 900.0
@@ -105,7 +117,11 @@ class ModalProvider:
     def offers(self, gpu: str | None = None, where: Where = ANYWHERE) -> list[Offer]:
         kinds = {name: round(usd * 1e6) for name, usd in self._settings.usd_per_hour.items() if gpu in (None, name)}
         regions = where.regions or (None,)
-        found = [Offer("modal", name, region, usd_micros) for name, usd_micros in kinds.items() for region in regions]
+        found = [
+            Offer("modal", name, region, usd_micros, memory_gb=_MEMORY_GB.get(name))
+            for name, usd_micros in kinds.items()
+            for region in regions
+        ]
         return sorted(found, key=lambda offer: offer.usd_micros_per_hour)
 
     def create(self, offer: Offer, tags: Tags, start: Start) -> Machine:

@@ -44,6 +44,9 @@ class Offer:
     cloud: str | None = None
     """The provider's own class of machines, such as `SECURE`."""
 
+    memory_gb: float | None = None
+    """Of one GPU. None: not known."""
+
     has_stock: bool | None = None
     """What the catalogue says; a hint only. None: it does not say."""
 

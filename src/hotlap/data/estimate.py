@@ -157,10 +157,19 @@ def memory_of(shape: Shape, config: RunConfig, data: PackedDataset, precision: s
     `precision` is the run's, if it is known; one that is still to be chosen counts as float32, the larger.
     """
     precision = precision or ("float32" if config.model.precision == "auto" else config.model.precision)
-    number_bytes = 4 if precision == "float32" else 2
     most_trained = int(np.max(data.trained_tokens_per_row(), initial=0))
-    activation_bytes = number_bytes * data.seq_len * _kept_width(shape, config)
-    row_bytes = activation_bytes + 2 * data.seq_len**2 + _LOGIT_BYTES * most_trained * shape.vocabulary
+    return _memory(shape, config, precision, data.seq_len, most_trained)
+
+
+def most_memory_of(shape: Shape, config: RunConfig, precision: str) -> Memory:
+    """The same before there are rows: every token of them trained."""
+    return _memory(shape, config, precision, config.data.seq_len, config.data.seq_len)
+
+
+def _memory(shape: Shape, config: RunConfig, precision: str, seq_len: int, most_trained: int) -> Memory:
+    number_bytes = 4 if precision == "float32" else 2
+    activation_bytes = number_bytes * seq_len * _kept_width(shape, config)
+    row_bytes = activation_bytes + 2 * seq_len**2 + _LOGIT_BYTES * most_trained * shape.vocabulary
     is_8bit = config.optim.kind.endswith("8bit")
     trained = shape.num_adapter_parameters(config.lora) + _num_saved_whole(shape, config.lora)
     fixed_bytes = _INTERPRETER_BYTES + _weight_bytes(shape, config.model, number_bytes)
