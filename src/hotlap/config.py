@@ -140,6 +140,12 @@ class RunConfig(Config):
     def run_name(self) -> str:
         if self.run is not None:
             return self.run
+        slug = re.sub(r"[^a-z0-9]+", "-", Path(self.dataset).stem.lower()).strip("-")[:32] or "run"
+        return f"{slug}-{self.trajectory_digest}"
+
+    @property
+    def trajectory_digest(self) -> str:
+        """Of the settings that decide what is learned: 8 digits, the same wherever the files lie."""
         # What is trained on names the run, where it lies does not: a project may move, or run on another machine.
         settings: dict[str, Any] = {
             **self.trajectory,
@@ -152,9 +158,7 @@ class RunConfig(Config):
         if self.lora.init_from is not None:
             # Every run's adapter lies in a folder of that name; the run tells them apart.
             settings["lora"] = {**settings["lora"], "init_from": "/".join(Path(self.lora.init_from).parts[-2:])}
-        digest = durable.sha256_bytes(durable.canonical_json(settings).encode())[:8]
-        slug = re.sub(r"[^a-z0-9]+", "-", Path(self.dataset).stem.lower()).strip("-")[:32] or "run"
-        return f"{slug}-{digest}"
+        return durable.sha256_bytes(durable.canonical_json(settings).encode())[:8]
 
     @property
     def run_folder(self) -> Path:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,10 @@ import click
 from hotlap import clock, durable
 
 if TYPE_CHECKING:
+    from hotlap.cli.launch_work import Work
     from hotlap.cli.progress import SliceProgress
-    from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, Stops
-    from hotlap.cloud.preparing import Preparation
+    from hotlap.cloud.launcher import Launcher, LeaseEnd, Stops
+    from hotlap.cloud.ledger import Ledger
     from hotlap.cloud.provider import Offer, Provider
     from hotlap.cloud.rental import ChainEnd, WorstCase
     from hotlap.config import CloudConfig, RunConfig
@@ -34,7 +35,7 @@ Example:
 )
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option("--on", "provider", default="runpod", show_default=True, help="local, ssh, runpod or modal.")
-@click.option("--job", type=click.Choice(["qlora"]), default="qlora", show_default=True, help="What to run.")
+@click.option("--job", type=click.Choice(["qlora", "research", "verify"]), default="qlora", show_default=True)
 @click.option("--slices", "num_slices", default=1, show_default=True, help="At most so many, each on its own machine.")
 @click.option("--gpu", "gpus", multiple=True, help="Kind of GPU; several are tried in this order.  [default: cheapest]")
 @click.option("--volume-id", help="Network volume on which run and data lie.")
@@ -46,9 +47,9 @@ Example:
 @click.option("--output-dir", help="Folder in which runs have theirs.  [default: runs]")
 @click.option("--run", "run_name", help="Name of the run; the same name resumes.  [default: from the settings]")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting, as in lora.rank=32.")
-@click.option(
-    "--offers", "shows_offers", is_flag=True, help="List what fits the run, cheapest slice first."
-)
+@click.option("--trials", "num_trials", type=click.IntRange(min=1), help="Of --job research: changes to try.")
+@click.option("--runs", "num_runs", type=click.IntRange(min=1), default=3, show_default=True, help="Of --job verify.")
+@click.option("--offers", "shows_offers", is_flag=True, help="List what fits the run, cheapest slice first.")
 @click.option("--prepare", "only_prepares", is_flag=True, help="Install, prefetch and pack on the volume; no slice.")
 @click.option("--detach", is_flag=True, help="Leave a process behind that sees to it, and return.")
 @click.option("--dry-run", is_flag=True, help="Print the worst case and rent nothing.")
@@ -68,6 +69,8 @@ def launch(
     output_dir: str | None,
     run_name: str | None,
     overrides: tuple[str, ...],
+    num_trials: int | None,
+    num_runs: int,
     shows_offers: bool,
     only_prepares: bool,
     detach: bool,
@@ -77,58 +80,77 @@ def launch(
     """Rent machines and run slices on them, within the budget of cloud.toml.
 
     Each slice has a machine of its own: its worst case is held before the machine is made, the machine is ended and
-    proven dead, and what it cost is booked. Exits as the last slice did. CONFIG is a TOML file.
+    proven dead, and what it cost is booked. Exits as the last slice did. CONFIG is a TOML file; for research that of
+    a study, which is brought along; for verify a submission's folder, which lies on the volume as it lies here.
 
     What a slice needs is brought to a network volume first, and once: this hotlap, its environment, the model and the
     packed data.
     """
-    del job  # the one kind there is
+    from hotlap.cli import launch_offers, launch_work
     from hotlap.cloud import launches, rental
     from hotlap.cloud.ledger import Ledger
     from hotlap.cloud.provider import Where
     from hotlap.config import load_cloud, load_run
 
     flags = {"base_model": base_model, "dataset": dataset, "output_dir": output_dir, "run": run_name}
-    settings, cloud = load_run(config, overrides, **flags), load_cloud()
+    cloud = load_cloud()
+    settings = load_run(config, overrides, **flags) if job == "qlora" else None
     rental.require_slices(num_slices)
     rented_from = rental.open_provider(provider, cloud)
     where = Where(volume_id, regions, tier.upper() if tier else None)
     if shows_offers:
-        from hotlap.cli import launch_offers
-
+        if settings is None:
+            raise UsageError(
+                f"--offers ranks kinds of GPU for a run, not for --job {job}. hotlap machines --offers does."
+            )
         return launch_offers.show(settings, rented_from, where, as_json)
     ledger = Ledger(cloud)
-    run = settings.run_name
-    if rental.is_done(settings, rented_from, launches.last_outcome(run, ledger)):
+    if settings and rental.is_done(settings, rented_from, launches.last_ended(settings.run_name, ledger)):
+        run = settings.run_name
         return _tell(as_json, run, 0, "done", f"{run} is done; nothing is rented. Something else needs --run NAME", [])
     _require_a_place(rented_from, volume_id, cloud)
     offers = rental.offers_for(rented_from, gpus, where)
-    work = _work_of(settings, rented_from, volume_id, rental.image_of(rented_from.traits, image, cloud), only_prepares)
-    jobs = work.jobs(num_slices := 0 if only_prepares else num_slices)
-    if not jobs:
-        return _tell(as_json, run, 0, "done", "a local machine has it all; nothing is to be prepared", [])
-    worst = rental.worst_case(offers, jobs, rented_from, cloud)
+    pinned = rental.image_of(rented_from.traits, image, cloud)
+    place = launch_work.Place(rented_from, volume_id, pinned, only_prepares)
+    if settings is not None:
+        work = launch_work.of_slices(settings, place)
+    else:
+        work = launch_work.of_errand(launch_work.errand_of(job, config, place, cloud, num_trials, num_runs), place)
+    if not work.jobs(num_slices := 0 if only_prepares else num_slices):
+        return _tell(as_json, work.job.run, 0, "done", "a machine of yours has it all; nothing is to be prepared", [])
+    if job == "research" and config is not None:
+        click.echo(launch_work.session_in_words(config, work, offers, place), err=True)
+    worst = rental.worst_case(offers, work.jobs(num_slices), rented_from, cloud)
     if dry_run:
-        return _tell_worst(worst, run, as_json)
+        return _tell_worst(worst, work.job.run, as_json)
     click.echo(_in_words(worst, provider, worst.num_machines), err=True)
-    launches.require_no_other(run)
+    launches.require_no_other(work.job.run)
     if detach:
-        return _leave_behind(run, as_json)
-    launches.record(run)
-    with _stops() as stops, _Display(settings) as display:
-        launcher = rental.launcher_of(rented_from, ledger, cloud, stops, display.on_event, display.say)
-        end = _run(launcher, work, offers, num_slices, display)
-    return _tell(as_json, run, rental.leave_code(stops.is_pressed(), end), end.reason, end.message, list(end.leases))
+        return _leave_behind(work.job.run, as_json)
+    return _launch(work, offers, num_slices, _Ground(rented_from, ledger, cloud, settings), as_json)
 
 
 @dataclass(frozen=True)
-class _Work:
-    slice_job: "Job"
-    preparation: "Preparation | None"
-    """What must be brought to the volume first; None where all is there."""
+class _Ground:
+    """What a launch stands on. `settings` are a run's; an errand has none."""
 
-    def jobs(self, num_slices: int) -> "list[Job]":
-        return [*(self.preparation.jobs if self.preparation else ()), *[self.slice_job] * num_slices]
+    provider: "Provider"
+    ledger: "Ledger"
+    cloud: "CloudConfig"
+    settings: "RunConfig | None"
+
+
+def _launch(work: "Work", offers: "list[Offer]", num_slices: int, ground: _Ground, as_json: bool) -> int:
+    from hotlap.cloud import launches, rental
+
+    launches.record(work.job.run)
+    with _stops() as stops, _Display(ground.settings) as display:
+        launcher = rental.launcher_of(
+            ground.provider, ground.ledger, ground.cloud, stops, display.on_event, display.say
+        )
+        end = _run(launcher, work, offers, num_slices, display)
+    code = rental.leave_code(stops.is_pressed(), end)
+    return _tell(as_json, work.job.run, code, end.reason, end.message, list(end.leases))
 
 
 def _require_a_place(provider: "Provider", volume_id: str | None, settings: "CloudConfig") -> None:
@@ -141,41 +163,24 @@ def _require_a_place(provider: "Provider", volume_id: str | None, settings: "Clo
     rental.require_volume(provider.traits, volume_id)
 
 
-def _work_of(
-    settings: "RunConfig", provider: "Provider", volume_id: str | None, image: str | None, again: bool
-) -> _Work:
-    from hotlap.cloud import parcel, preparing, rental
-    from hotlap.cloud.ssh import SshProvider
-
-    if isinstance(provider, SshProvider):
-        return _Work(rental.box_job(settings, provider), None)
-    if volume_id is None or provider.traits.name == "local":
-        return _Work(rental.local_job(settings, provider.traits), None)
-    sent = parcel.pack()
-    job = preparing.slice_job(settings, sent, volume_id, image, provider.traits)
-    if preparing.is_prepared(volume_id, settings.run_name, sent) and not again:
-        return _Work(job, None)
-    return _Work(job, preparing.preparation(settings, sent, volume_id, image, provider.traits))
-
-
-def _run(launcher: "Launcher", work: _Work, offers: "list[Offer]", num_slices: int, display: "_Display") -> "ChainEnd":
+def _run(launcher: "Launcher", work: "Work", offers: "list[Offer]", num_slices: int, display: "_Display") -> "ChainEnd":
     from hotlap.cloud import preparing, rental
 
     if work.preparation is None:
-        return rental.chain(launcher, work.slice_job, offers, num_slices, display.on_lease_end)
+        return rental.chain(launcher, work.job, offers, num_slices, display.on_lease_end)
     ready = preparing.prepare(launcher, work.preparation, offers, display.on_lease_end)
     click.echo(f"preparing the volume cost {ready.cost.text()}", err=True)
     if not ready.is_whole or num_slices == 0:
         code, reason, message = rental.answer_of(ready.leases[-1])
         return rental.ChainEnd(code, reason, message or "the volume is prepared", ready.leases)
-    end = rental.chain(launcher, work.slice_job, offers, num_slices, display.on_lease_end)
+    end = rental.chain(launcher, work.job, offers, num_slices, display.on_lease_end)
     return replace(end, leases=(*ready.leases, *end.leases))
 
 
 class _Display:
     """Progress of slice after slice on standard error, and a line about each machine's end."""
 
-    def __init__(self, settings: "RunConfig") -> None:
+    def __init__(self, settings: "RunConfig | None") -> None:
         self._settings = settings
         self._progress: SliceProgress | None = None
 
@@ -190,7 +195,7 @@ class _Display:
 
         if event["event"] == "arrived":
             click.echo(f"on the volume: {plain(str(event.get('step')))}, {event.get('seconds')} s", err=True)
-        if event["event"] == "start":
+        if event["event"] == "start" and self._settings is not None:
             self._close()
             self._progress = SliceProgress(self._settings).__enter__()
             # The machine's monotonic clock is not this one's.

@@ -14,9 +14,17 @@ _ROOM = 0.9
 """Of a GPU's memory, what a run may need: the driver and the allocator's waste take the rest."""
 
 
-def show(config: "RunConfig", provider: "Provider", where: "Where", as_json: bool) -> int:
-    """Print them; those without room are counted in the table's place and listed in JSON."""
+def show(config: "RunConfig | None", provider: "Provider", where: "Where", as_json: bool) -> int:
+    """Print them; those without room are counted in the table's place and listed in JSON.
+
+    Raises:
+        UsageError: there is no run whose needs are known.
+    """
     from hotlap.cli.runs import print_table
+    from hotlap.errors import UsageError
+
+    if config is None:
+        raise UsageError("--offers is for runs (--job qlora). hotlap machines --offers lists all there is.")
 
     needed, why_not = _needed_bytes(config)
     rows = ranked(config, provider, where, needed)

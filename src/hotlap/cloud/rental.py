@@ -13,6 +13,7 @@ from typing import Any
 from hotlap import durable, runs
 from hotlap.cloud import boot
 from hotlap.cloud.launcher import JOB_MARGIN_S, Job, Launcher, LeaseEnd, Stops, World, plan_of
+from hotlap.cloud.lease import Lease
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import TRAITS as LOCAL_TRAITS
 from hotlap.cloud.local import LocalProvider
@@ -33,6 +34,7 @@ from hotlap.errors import (
     NoCapacity,
     PriceRose,
     ProvisioningFailed,
+    RunChanged,
     UsageError,
 )
 
@@ -165,7 +167,7 @@ def local_job(config: RunConfig, traits: Traits) -> Job:
     config = _found_anywhere(config)
     argv = (sys.executable, "-S", "-I", boot.__file__, *worker_of(config, sys.executable))
     plan = plan_of(Job(config.run_name, config.slice.cap_s, Start(argv)), traits)
-    return Job(config.run_name, config.slice.cap_s, Start(argv, boot_env(plan, traits)))
+    return Job(config.run_name, config.slice.cap_s, Start(argv, boot_env(plan, traits)), config.trajectory_digest)
 
 
 def box_job(config: RunConfig, provider: SshProvider) -> Job:
@@ -179,7 +181,9 @@ def box_job(config: RunConfig, provider: SshProvider) -> Job:
     config = config.model_copy(update=there)
     argv = (box["python"], "-S", "-I", box["boot"], *worker_of(config, box["python"]))
     plan = plan_of(Job(config.run_name, config.slice.cap_s, Start(argv)), provider.traits)
-    return Job(config.run_name, config.slice.cap_s, Start(argv, boot_env(plan, provider.traits)))
+    return Job(
+        config.run_name, config.slice.cap_s, Start(argv, boot_env(plan, provider.traits)), config.trajectory_digest
+    )
 
 
 def boot_env(plan: Plan, traits: Traits) -> dict[str, str]:
@@ -266,10 +270,23 @@ class ChainEnd:
     leases: tuple[LeaseEnd, ...]
 
 
-def is_done(config: RunConfig, provider: Provider, outcome: str | None) -> bool:
-    """Whether nothing is left to rent a machine for. Where the run's folder is out of reach, the ledger remembers."""
+def is_done(config: RunConfig, provider: Provider, last: Lease | None) -> bool:
+    """Whether nothing is left to rent a machine for. Where the run's folder is out of reach, the ledger remembers.
+
+    `last` is the run's newest lease that ended.
+
+    Raises:
+        RunChanged: what the ledger remembers was another run of this name.
+    """
     if provider.traits.name != "local":
-        return outcome == "done"
+        if last is None or last.outcome not in ("done", "slice_over"):
+            return False
+        if last.settings not in (None, config.trajectory_digest):
+            raise RunChanged(
+                f"{config.run_name} was trained with other settings (lease {last.lease_id}), and a slice would refuse "
+                f"these. Nothing is rented: give this one another name with --run, or go back to those settings."
+            )
+        return last.outcome == "done"
     run = runs.RunFolder(config.run_folder)
     identity = runs.read_identity(run)
     if identity is None or not runs.is_finished(run):
