@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from hotlap.cli.launch_work import Work
     from hotlap.cli.progress import SliceProgress
     from hotlap.cloud.launcher import Launcher, LeaseEnd, Stops
-    from hotlap.cloud.ledger import Ledger
-    from hotlap.cloud.provider import Offer, Provider
+    from hotlap.cloud.provider import Offer, Provider, Where
     from hotlap.cloud.rental import ChainEnd, WorstCase
     from hotlap.config import CloudConfig, RunConfig
 
@@ -54,29 +53,7 @@ Example:
 @click.option("--detach", is_flag=True, help="Leave a process behind that sees to it, and return.")
 @click.option("--dry-run", is_flag=True, help="Print the worst case and rent nothing.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def launch(
-    config: Path | None,
-    provider: str,
-    job: str,
-    num_slices: int,
-    gpus: tuple[str, ...],
-    volume_id: str | None,
-    regions: tuple[str, ...],
-    tier: str | None,
-    image: str | None,
-    base_model: str | None,
-    dataset: str | None,
-    output_dir: str | None,
-    run_name: str | None,
-    overrides: tuple[str, ...],
-    num_trials: int | None,
-    num_runs: int,
-    shows_offers: bool,
-    only_prepares: bool,
-    detach: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> int:
+def launch(**asked: Any) -> int:
     """Rent machines and run slices on them, within the budget of cloud.toml.
 
     Each slice has a machine of its own: its worst case is held before the machine is made, the machine is ended and
@@ -86,71 +63,92 @@ def launch(
     What a slice needs is brought to a network volume first, and once: this hotlap, its environment, the model and the
     packed data.
     """
-    from hotlap.cli import launch_offers, launch_work
-    from hotlap.cloud import launches, rental
-    from hotlap.cloud.ledger import Ledger
-    from hotlap.cloud.provider import Where
-    from hotlap.config import load_cloud, load_run
-
-    flags = {"base_model": base_model, "dataset": dataset, "output_dir": output_dir, "run": run_name}
-    cloud = load_cloud()
-    settings = load_run(config, overrides, **flags) if job == "qlora" else None
-    rental.require_slices(num_slices)
-    rented_from = rental.open_provider(provider, cloud)
-    where = Where(volume_id, regions, tier.upper() if tier else None)
-    if shows_offers:
-        if settings is None:
-            raise UsageError(
-                f"--offers ranks kinds of GPU for a run, not for --job {job}. hotlap machines --offers does."
-            )
-        return launch_offers.show(settings, rented_from, where, as_json)
-    ledger = Ledger(cloud)
-    if settings and rental.is_done(settings, rented_from, launches.last_ended(settings.run_name, ledger)):
-        run = settings.run_name
-        return _tell(as_json, run, 0, "done", f"{run} is done; nothing is rented. Something else needs --run NAME", [])
-    _require_a_place(rented_from, volume_id, cloud)
-    offers = rental.offers_for(rented_from, gpus, where)
-    pinned = rental.image_of(rented_from.traits, image, cloud)
-    place = launch_work.Place(rented_from, volume_id, pinned, only_prepares)
-    if settings is not None:
-        work = launch_work.of_slices(settings, place)
-    else:
-        work = launch_work.of_errand(launch_work.errand_of(job, config, place, cloud, num_trials, num_runs), place)
-    if not work.jobs(num_slices := 0 if only_prepares else num_slices):
-        return _tell(as_json, work.job.run, 0, "done", "a machine of yours has it all; nothing is to be prepared", [])
-    if job == "research" and config is not None:
-        click.echo(launch_work.session_in_words(config, work, offers, place), err=True)
-    worst = rental.worst_case(offers, work.jobs(num_slices), rented_from, cloud)
-    if dry_run:
-        return _tell_worst(worst, work.job.run, as_json)
-    click.echo(_in_words(worst, provider, worst.num_machines), err=True)
-    launches.require_no_other(work.job.run)
-    if detach:
-        return _leave_behind(work.job.run, as_json)
-    return _launch(work, offers, num_slices, _Ground(rented_from, ledger, cloud, settings), as_json)
+    return _launch(_Asked(**asked))
 
 
 @dataclass(frozen=True)
-class _Ground:
-    """What a launch stands on. `settings` are a run's; an errand has none."""
+class _Asked:
+    """The command line."""
 
-    provider: "Provider"
-    ledger: "Ledger"
-    cloud: "CloudConfig"
-    settings: "RunConfig | None"
+    config: Path | None
+    provider: str
+    job: str
+    num_slices: int
+    gpus: tuple[str, ...]
+    volume_id: str | None
+    regions: tuple[str, ...]
+    tier: str | None
+    image: str | None
+    base_model: str | None
+    dataset: str | None
+    output_dir: str | None
+    run_name: str | None
+    overrides: tuple[str, ...]
+    num_trials: int | None
+    num_runs: int
+    shows_offers: bool
+    only_prepares: bool
+    detach: bool
+    dry_run: bool
+    as_json: bool
+
+    def settings(self) -> "RunConfig | None":
+        """Of the run; an errand has none."""
+        from hotlap.config import load_run
+
+        if self.job != "qlora":
+            return None
+        flags = {"base_model": self.base_model, "dataset": self.dataset, "output_dir": self.output_dir}
+        return load_run(self.config, self.overrides, **flags, run=self.run_name)
+
+    def where(self) -> "Where":
+        from hotlap.cloud.provider import Where
+
+        return Where(self.volume_id, self.regions, self.tier.upper() if self.tier else None)
 
 
-def _launch(work: "Work", offers: "list[Offer]", num_slices: int, ground: _Ground, as_json: bool) -> int:
+def _launch(asked: _Asked) -> int:
+    from hotlap.cli import launch_offers, launch_work
     from hotlap.cloud import launches, rental
+    from hotlap.cloud.ledger import Ledger
+    from hotlap.config import load_cloud
 
-    launches.record(work.job.run)
-    with _stops() as stops, _Display(ground.settings) as display:
-        launcher = rental.launcher_of(
-            ground.provider, ground.ledger, ground.cloud, stops, display.on_event, display.say
-        )
+    settings, cloud = asked.settings(), load_cloud()
+    rental.require_slices(asked.num_slices)
+    provider = rental.open_provider(asked.provider, cloud)
+    if asked.shows_offers:
+        return launch_offers.show(settings, provider, asked.where(), asked.as_json)
+    ledger = Ledger(cloud)
+    if settings and rental.is_done(settings, provider, launches.last_ended(settings.run_name, ledger)):
+        message = f"{settings.run_name} is done; nothing is rented. Something else needs --run NAME"
+        return _tell(asked.as_json, settings.run_name, 0, "done", message, [])
+    _require_a_place(provider, asked.volume_id, cloud)
+    offers = rental.offers_for(provider, asked.gpus, asked.where())
+    image = rental.image_of(provider.traits, asked.image, cloud)
+    place = launch_work.Place(provider, asked.volume_id, image, asked.only_prepares)
+    if settings is not None:
+        work = launch_work.of_slices(settings, place)
+    else:
+        errand = launch_work.errand_of(asked.job, asked.config, place, cloud, asked.num_trials, asked.num_runs)
+        work = launch_work.of_errand(errand, place)
+    run, num_slices = work.job.run, 0 if asked.only_prepares else asked.num_slices
+    if not work.jobs(num_slices):
+        return _tell(asked.as_json, run, 0, "done", "a machine of yours has it all; nothing is to be prepared", [])
+    if asked.job == "research" and asked.config is not None:
+        click.echo(launch_work.session_in_words(asked.config, work, offers, place), err=True)
+    worst = rental.worst_case(offers, work.jobs(num_slices), provider, cloud)
+    if asked.dry_run:
+        return _tell_worst(worst, run, asked.as_json)
+    click.echo(_in_words(worst, asked.provider, worst.num_machines), err=True)
+    launches.require_no_other(run)
+    if asked.detach:
+        return _leave_behind(run, asked.as_json)
+    launches.record(run)
+    with _stops() as stops, _Display(settings) as display:
+        launcher = rental.launcher_of(provider, ledger, cloud, stops, display.on_event, display.say)
         end = _run(launcher, work, offers, num_slices, display)
     code = rental.leave_code(stops.is_pressed(), end)
-    return _tell(as_json, work.job.run, code, end.reason, end.message, list(end.leases))
+    return _tell(asked.as_json, run, code, end.reason, end.message, list(end.leases))
 
 
 def _require_a_place(provider: "Provider", volume_id: str | None, settings: "CloudConfig") -> None:
