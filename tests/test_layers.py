@@ -87,6 +87,7 @@ OWNERS = {
     "boto3": "cloud.volume",
     "botocore": "cloud.volume",
     "modal": "cloud.modal",
+    "google": "testing.fake_modal",
     "modal_proto": "testing.fake_modal",
     "grpclib": "testing.fake_modal",
     "yaml": "translate speedrun.submission speedrun.inputs",

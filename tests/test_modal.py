@@ -1,15 +1,18 @@
 """Modal's own SDK against a fake of its server: what is asked for, what an answer means, and ends without anybody."""
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 pytest.importorskip("modal", reason="the extra `modal` is not installed")
 
 from hotlap import clock
+from hotlap.cli import cli
 from hotlap.cloud import preparing
 from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, Stops, World, plan_of
 from hotlap.cloud.ledger import Ledger
@@ -21,7 +24,15 @@ from hotlap.cloud.rental import boot_env
 from hotlap.cloud.runpod_shapes import boot_argv
 from hotlap.config import CloudConfig
 from hotlap.config_cloud import ModalConfig
-from hotlap.errors import AmbiguousCreate, NoCapacity, NoPermission, NotCreated, ProviderFailed
+from hotlap.errors import (
+    AmbiguousCreate,
+    CorruptFile,
+    MissingArtifact,
+    NoCapacity,
+    NoPermission,
+    NotCreated,
+    ProviderFailed,
+)
 from hotlap.testing.fake_modal import FakeModal
 
 pytestmark = pytest.mark.long
@@ -155,6 +166,32 @@ def test_the_reaper_finds_every_page_and_ends_what_is_past_its_time(
     report = Reaper(provider, None, CloudConfig(), "me").reap(Patience(60.0, clock.monotonic_s, clock.sleep_s))
     assert report.is_clean and len(report.doomed) == 3
     assert len(modal_cloud.alive()) == 2
+
+
+def test_a_volume_s_files_come_and_go_once_and_are_checked(
+    modal_cloud: FakeModal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/train.jsonl").write_bytes(b"x" * 100_000)
+    Path("data/empty").write_bytes(b"")
+
+    def volume(*words: str) -> Result:
+        return CliRunner().invoke(cli, ["volume", words[0], "--volume-id", "modal:vol", *words[1:]])
+
+    assert volume("put", "data", "data").stderr.count("put: ") == 2
+    assert volume("put", "data/train.jsonl", "data/train.jsonl").stderr.startswith("there already")
+    assert json.loads(volume("ls", "data", "--json").stdout) == [
+        {"key": "data/empty", "bytes": 0},
+        {"key": "data/train.jsonl", "bytes": 100_000},
+    ]
+    assert volume("get", "data/train.jsonl", "back").exit_code == 0
+    assert Path("back").read_bytes() == b"x" * 100_000
+    assert volume("get", "data/train.jsonl", "back").stderr.startswith("here already")
+    modal_cloud.files["data/train.jsonl"] = b"y" * 100_000
+    damaged = volume("get", "data/train.jsonl", "other")
+    assert isinstance(damaged.exception, CorruptFile) and not Path("other").exists()
+    assert isinstance(volume("get", "data/none", "none").exception, MissingArtifact)
 
 
 def wait_until(is_so: Callable[[], bool], patience_s: float = 60.0) -> None:

@@ -32,6 +32,9 @@ from hotlap.errors import AmbiguousCreate, NoCapacity, NoPermission, NotCreated,
 T = TypeVar("T")
 
 APP = "hotlap"
+VOLUME_PREFIX = "modal:"
+"""Tells a volume of Modal's from a folder and from RunPod's."""
+
 CREATE_S = 120.0
 """The SDK waits 21 minutes for capacity; we do not, and whoever is still queued then is ended."""
 
@@ -89,6 +92,21 @@ def has_token(env: Mapping[str, str] = os.environ) -> bool:
     return bool(env.get("MODAL_TOKEN_ID")) or Path(path).is_file()
 
 
+def client() -> Any:
+    """A connection of one's own; the SDK's would outlive whoever closes it.
+
+    Raises:
+        NoPermission: there is no token.
+    """
+    modal = sdk()
+    from modal.config import config
+
+    token_id, secret = config.get("token_id"), config.get("token_secret")
+    if not token_id or not secret:
+        raise NoPermission("Modal has no token here. Run: modal token set, or set MODAL_TOKEN_ID and _SECRET.")
+    return modal.Client.from_credentials(token_id, secret)
+
+
 class ModalProvider:
     """See `Provider`. `create_s` is the longest wait for capacity."""
 
@@ -101,14 +119,8 @@ class ModalProvider:
         self._sdk = sdk()
         self._settings, self._create_s = settings, create_s
         self._readers: dict[str, _Reader] = {}
-        from modal.config import config
-
-        token_id, secret = config.get("token_id"), config.get("token_secret")
-        if not token_id or not secret:
-            raise NoPermission("Modal has no token here. Run: modal token set, or set MODAL_TOKEN_ID and _SECRET.")
-        # Opened with the first request; not the SDK's own, which would outlive this one.
         self._opened = contextlib.ExitStack()
-        self._client: Any = self._opened.enter_context(self._sdk.Client.from_credentials(token_id, secret))
+        self._client: Any = self._opened.enter_context(client())
 
     @property
     def traits(self) -> Traits:
@@ -165,7 +177,9 @@ class ModalProvider:
         app = await modal.App.lookup.aio(APP, create_if_missing=True, client=self._client)
         volumes: dict[str, Any] = {}
         if start.volume_id is not None:
-            volumes[start.volume_path] = modal.Volume.from_name(start.volume_id, client=self._client)
+            volumes[start.volume_path] = modal.Volume.from_name(
+                start.volume_id.removeprefix(VOLUME_PREFIX), client=self._client
+            )
         secrets = [
             modal.Secret.from_name(ref, required_keys=[name], client=self._client)
             for name, ref in start.secret_refs.items()
@@ -200,7 +214,7 @@ class ModalProvider:
         try:
             built = _within(_BUILD_S, build)
         except Exception as error:  # noqa: BLE001
-            failure = _definite(error, f"build the image {image}")
+            failure = definite(error, f"build the image {image}")
             if isinstance(failure, NoPermission):
                 raise failure from None
             raise NotCreated(f"{failure} Nothing was made.") from None
@@ -273,7 +287,7 @@ class ModalProvider:
             except self._sdk.exception.NotFoundError:
                 return LogPage((), cursor)
             except Exception as error:  # noqa: BLE001
-                raise _definite(error, f"read the log of {machine_id}") from None
+                raise definite(error, f"read the log of {machine_id}") from None
             reader = self._readers[machine_id] = _Reader(sandbox.stdout)
         return reader.page(int(cursor or 0))
 
@@ -284,7 +298,7 @@ class ModalProvider:
         try:
             return _within(limit_s, ask)
         except Exception as error:  # noqa: BLE001
-            raise _definite(error, what) from None
+            raise definite(error, what) from None
 
 
 class _Queued(Exception):
@@ -320,7 +334,7 @@ def _within(limit_s: float, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
     return asyncio.run(ask_in_time())
 
 
-def _definite(error: Exception, what: str) -> ProviderFailed:
+def definite(error: Exception, what: str) -> ProviderFailed:
     modal = sdk().exception
     said = f"Modal did not {what}: {_said(error)}"
     if isinstance(error, (modal.AuthError, modal.PermissionDeniedError)):

@@ -22,6 +22,7 @@ from hotlap.cloud.provider import ANYWHERE, Offer, Provider, Start, Traits, Wher
 from hotlap.cloud.secrecy import redactor
 from hotlap.cloud.ssh import TRAITS as SSH_TRAITS
 from hotlap.cloud.ssh import SshProvider
+from hotlap.cloud.volume import Volume
 from hotlap.cloud.watch import Plan
 from hotlap.config import CloudConfig, RunConfig, hotlap_home
 from hotlap.errors import (
@@ -73,6 +74,16 @@ def center_of(volume_id: str) -> str:
     from hotlap.cloud import runpod
 
     return runpod.from_environment().center_of(volume_id)
+
+
+def modal_volume(volume_id: str) -> Volume | None:
+    """Modal's volume of that name; None if it is not named as one."""
+    from hotlap.cloud import modal
+    from hotlap.cloud.modal_volume import ModalVolume
+
+    if not volume_id.startswith(modal.VOLUME_PREFIX):
+        return None
+    return ModalVolume(volume_id.removeprefix(modal.VOLUME_PREFIX))
 
 
 def configured(settings: CloudConfig) -> list[Provider]:

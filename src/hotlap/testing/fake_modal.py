@@ -7,13 +7,16 @@ answered as not implemented.
 
 import asyncio
 import base64
+import hashlib
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
+from google.protobuf import empty_pb2
 from grpclib import GRPCError, Status
 from grpclib.const import Cardinality, Handler
 from grpclib.server import Server
@@ -26,6 +29,7 @@ from hotlap.testing.containers import Birth, Container, Exit, Line, LocalProcess
 _TICK_S = 0.02
 _ENDS = pb.GenericResult
 _QUEUED_TICK_S = 0.05
+_NOTHING = hashlib.sha256(b"").hexdigest()
 _PAGE = 2
 """So few that a few machines are several pages."""
 
@@ -71,9 +75,11 @@ class FakeModal:
         self.apps: set[str] = set()
         self.volumes: set[str] = set()
         self.secrets: dict[str, dict[str, str]] = {}
+        self.contents: dict[str, bytes] = {}
+        self.files: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.faults: dict[str, list[str]] = {}
-        self.url = ""
+        self.url = self._blocks_url = ""
         self._folder = folder
         self._run = LocalProcesses(folder, lambda sandbox_id: {"RUNPOD_POD_ID": sandbox_id})
         self._loop = asyncio.new_event_loop()
@@ -114,13 +120,24 @@ class FakeModal:
         server = Server([self])
         await server.start("127.0.0.1", 0)
         (listener,) = server._server.sockets  # pyright: ignore
+        blocks = await asyncio.start_server(self._send_block, "127.0.0.1", 0)
+        self._blocks_url = f"http://127.0.0.1:{blocks.sockets[0].getsockname()[1]}"
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._is_up.set()
         while not self._is_over:
             self._let_time_pass()
             await asyncio.sleep(_TICK_S)
         server.close()
+        blocks.close()
         await server.wait_closed()
+
+    async def _send_block(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Where a volume's bytes are fetched from: plain HTTP, outside the protocol."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        data = self.files[unquote(head.split()[1].lstrip("/"))]
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        await writer.drain()
+        writer.close()
 
     def _let_time_pass(self) -> None:
         for sandbox in self.alive():
@@ -200,6 +217,32 @@ class FakeModal:
         if request.deployment_name not in self.volumes:
             raise GRPCError(Status.NOT_FOUND, f"no volume {request.deployment_name}")
         return pb.VolumeGetOrCreateResponse(volume_id="vo-" + "1" * 22, metadata=pb.VolumeMetadata())
+
+    async def _MountPutFile(self, request: Any) -> Any:
+        if request.data or request.sha256_hex == _NOTHING:
+            self.contents[request.sha256_hex] = request.data
+        return pb.MountPutFileResponse(exists=request.sha256_hex in self.contents)
+
+    async def _VolumePutFiles(self, request: Any) -> Any:
+        for file in request.files:
+            self.files[file.filename.lstrip("/")] = self.contents[file.sha256_hex]
+        return empty_pb2.Empty()
+
+    async def _VolumeListFiles(self, request: Any) -> AsyncIterator[Any]:
+        folder = request.path.strip("/")
+        for key, data in self.files.items():
+            if not folder or key == folder or key.startswith(f"{folder}/"):
+                yield pb.VolumeListFilesResponse(
+                    entries=[pb.FileEntry(path=key, type=pb.FileEntry.FILE, size=len(data))]
+                )
+
+    async def _VolumeGetFile2(self, request: Any) -> Any:
+        key = request.path.strip("/")
+        if key not in self.files:
+            raise GRPCError(Status.NOT_FOUND, f"no file {key}")
+        size = len(self.files[key])
+        urls = [f"{self._blocks_url}/{quote(key, safe='')}"] if size else []
+        return pb.VolumeGetFile2Response(get_urls=urls, size=size, start=0, len=size)
 
     async def _SecretGetOrCreate(self, request: Any) -> Any:
         if request.deployment_name and request.deployment_name not in self.secrets:
