@@ -64,7 +64,7 @@ def test_a_verification_goes_on_on_a_second_machine_and_its_verdict_comes_home(
     out = tmp_path / "verifications" / "001-ada"
     asked = json.loads((out / "run-1").read_text())
     assert asked == [str(tmp_path / "submissions/001-ada"), "--track", "c1", "--runs", "3", "--out", str(out)]
-    assert any(word.startswith("| HOTLAP: ") for word in words)
+    assert any(word.startswith("| HOTLAP: ") for word in words), words
 
 
 def test_a_study_is_brought_along_and_told_how_long_it_has(tmp_path: Path) -> None:

@@ -28,9 +28,11 @@ class Ground:
     start: Start
     now_s: Callable[[], float]
     sleep_s: Callable[[float], None]
+    wall_s: Callable[[], float] = clock.wall_s
+    """The provider's clock."""
 
     def tags(self, lease_id: str = "0123456789abcdef", ttl_s: float = 60.0) -> Tags:
-        return Tags(lease_id, "me", "feedbeef", int(self.provider.machines().now_s + ttl_s))
+        return Tags(lease_id, "me", "feedbeef", int(self.wall_s() + ttl_s))
 
     def create(self, tags: Tags | None = None) -> Machine:
         return self.provider.create(self.provider.offers()[0], tags or self.tags(), self.start)
@@ -72,7 +74,8 @@ def fake_runpod(_request: pytest.FixtureRequest) -> Iterator[Ground]:
     fake = FakeClock()
     with FakeRunpod(fake, runtime=scripted(Job(seconds=1e6))) as cloud:
         provider = Runpod("full-key", cloud.url, sleep_s=fake.sleep_s)
-        yield Ground(provider, Start(("job",), image="image"), fake.now_s, lambda _seconds: fake.sleep_s(1.0))
+        start = Start(("job",), image="image")
+        yield Ground(provider, start, fake.now_s, lambda _seconds: fake.sleep_s(1.0), lambda: provider.machines().now_s)
         provider.close()
 
 

@@ -49,9 +49,7 @@ def run(argv: list[str]) -> dict[str, Any]:
             found = _LAST_WORDS.fullmatch(line)
             told = (found[1], found[2], found[3]) if found else told
             # What a command prints must not pass for a machine's line.
-            print(
-                line.replace(LINE_PREFIX, LINE_PREFIX.lower(), 1) if line.startswith(LINE_PREFIX) else line, flush=True
-            )
+            print(f"| {line}" if line.startswith(LINE_PREFIX) else line, flush=True)
     code = process.wait()
     if told is None or int(told[0]) != code:
         done = code == 0
