@@ -152,8 +152,8 @@ num_gpus = 1
 [ssh]
 # A box of your own for `--on ssh`, with hotlap installed, and a login that asks for no password:
 # host = "me@box"
-# The box's interpreter that has hotlap:
-# python = "hotlap/.venv/bin/python"
+# The box's interpreter that has hotlap, such as hotlap/.venv/bin/python:
+python = "python3"
 # What it costs in the ledger, power and wear. 0 GPUs take nothing from the GPU-minutes.
 usd_per_hour = 0.0
 num_gpus = 1

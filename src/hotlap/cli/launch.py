@@ -34,7 +34,13 @@ Example:
 )
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option("--on", "provider", default="runpod", show_default=True, help="local, ssh, runpod or modal.")
-@click.option("--job", type=click.Choice(["qlora", "research", "verify"]), default="qlora", show_default=True)
+@click.option(
+    *("--job", "job"),
+    type=click.Choice(["qlora", "research", "verify"]),
+    default="qlora",
+    show_default=True,
+    help="A run's slices, a study's trials, or a submission's runs.",
+)
 @click.option("--slices", "num_slices", default=1, show_default=True, help="At most so many, each on its own machine.")
 @click.option("--gpu", "gpus", multiple=True, help="Kind of GPU; several are tried in this order.  [default: cheapest]")
 @click.option("--volume-id", help="Network volume on which run and data lie.")
