@@ -40,7 +40,8 @@ CORE = {
     "config_data": "config_base",
     "config_model": "config_base",
     "config_techniques": "config_base config_model",
-    "config": "config_base config_data config_model config_techniques durable errors",
+    "config_cloud": "config_base",
+    "config": "config_base config_cloud config_data config_model config_techniques durable errors",
     "clock": "config errors",
     "checkpoint": "clock durable errors",
     "child": "clock errors",
@@ -77,8 +78,8 @@ PACKAGES = {
 ours at all, because it is run alone."""
 
 OWNERS = {
-    "pydantic": "config config_base config_data config_model "
-    "config_techniques translate speedrun.track research.space speedrun.recipe",
+    "pydantic": "config config_base config_cloud config_data config_model config_techniques translate speedrun.recipe "
+    "speedrun.track research.space",
     "click": "cli",
     "rich": "cli",
     "httpx": "cloud.runpod export.bench",
@@ -88,6 +89,9 @@ OWNERS = {
     "boto3": "cloud.volume",
     "botocore": "cloud.volume",
     "modal": "cloud.modal",
+    "google": "testing.fake_modal",
+    "modal_proto": "testing.fake_modal",
+    "grpclib": "testing.fake_modal",
     "yaml": "translate speedrun.submission speedrun.inputs",
     "numpy": "data train research speedrun report",
     "tokenizers": "data",
