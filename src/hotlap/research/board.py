@@ -14,13 +14,13 @@ import html
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from hotlap import durable
-from hotlap.research import acceptance
+from hotlap.research import acceptance, space
 from hotlap.research.acceptance import Noise
 from hotlap.research.history import OK, Anchor, History, Row, StudyFolder, loss_of
 from hotlap.research.space import Settings
@@ -83,9 +83,9 @@ def leaderboard(history: History) -> dict[str, Any]:
     return {
         "header": _header(history, noise),
         "entries": entries,
-        "floors": _floors(history),
+        "floors": floors(history),
         "decisions": [_told(row, history) for row in history.decisions[-_SHOWN_DECISIONS:]],
-        "axes": _ledger(history),
+        "axes": ledger(history),
     }
 
 
@@ -109,7 +109,7 @@ def _entry(history: History, anchor: Anchor, noise: Noise | None, claims: Mappin
         "gain_on_baseline": gain if decision else None,
         "interval_90": [gain - half, gain + half] if decision else None,
         "gain_on_parent": decision["delta"] if decision else None,
-        "change": _change(history, decision) if decision else None,
+        "changes": _changed(history, decision) if decision else [],
         "claim": _claim(claim) if claim else None,
         **{name: last[name] for name in ("tokens_per_s", "steps", "params", "charged_s", "wall_s", "peak_mem_mb")},
         "last_run_at": last["ended_at"],
@@ -123,9 +123,9 @@ def _claim(row: Row) -> dict[str, Any]:
     return {name: row[name] for name in names} | {"is_gap_wide": row["is_gap_wide"], "decision_id": row["decision_id"]}
 
 
-def _change(history: History, decision: Row) -> dict[str, Any]:
-    first = history.candidates[decision["proposal"]].first
-    return {name: first[name] for name in ("axis", "old", "new")}
+def _changed(history: History, decision: Row) -> list[dict[str, Any]]:
+    changes = history.candidates[decision["proposal"]].first["changes"]
+    return [dict(zip(("axis", "old", "new"), change, strict=True)) for change in changes]
 
 
 def _rank(entries: list[dict[str, Any]]) -> None:
@@ -168,7 +168,7 @@ def _all_rows(history: History) -> list[Row]:
     return [run.row for run in history.runs] + [row for open_ in history.in_progress for row in open_.rows]
 
 
-def _floors(history: History) -> dict[str, float]:
+def floors(history: History) -> dict[str, float]:
     """What counting alone reaches on this text, nats per byte."""
     known = next((run.row["floors"] for run in history.runs if run.status == OK and run.row["floors"]), {})
     return {name: value for name, value in known.items() if value is not None}
@@ -176,19 +176,21 @@ def _floors(history: History) -> dict[str, float]:
 
 def _told(row: Row, history: History) -> dict[str, Any]:
     names = ("decision_id", "outcome", "delta", "se", "placebo", "reason", "proposal", "candidate_hash")
-    change = _change(history, row) if row["proposal"] is not None else None
-    return {name: row[name] for name in names} | {"change": change}
+    changes = _changed(history, row) if row["proposal"] is not None else []
+    return {name: row[name] for name in names} | {"changes": changes}
 
 
-def _ledger(history: History) -> dict[str, list[dict[str, Any]]]:
+def ledger(history: History) -> dict[str, list[dict[str, Any]]]:
     """By axis: every change that was judged. Placebos changed nothing, so they are not here."""
     ledger: dict[str, list[dict[str, Any]]] = {axis.name: [] for axis in history.space.axes}
     for row in history.decisions:
         if row["proposal"] is None or row["placebo"]:
             continue
-        change = _change(history, row)
-        tried = {"old": change["old"], "new": change["new"], "outcome": row["outcome"], "delta": row["delta"]}
-        ledger[change["axis"]].append({**tried, "reason": row["reason"]})
+        changes = _changed(history, row)
+        for change in changes:
+            beside = [other["axis"] for other in changes if other is not change]
+            tried = {"old": change["old"], "new": change["new"], "outcome": row["outcome"], "delta": row["delta"]}
+            ledger[change["axis"]].append({**tried, "beside": beside, "reason": row["reason"]})
     return ledger
 
 
@@ -226,7 +228,7 @@ def plots(history: History) -> dict[str, Any]:
     return {
         "progress": [[run.run_id, run.role, run.status, run.loss if run.status == OK else None] for run in runs],
         "anchor": [[a.runs[0]["run_id"], fmean(a.losses)] for a in history.anchors if a.runs],
-        "floors": _floors(history),
+        "floors": floors(history),
         "response": {
             axis.name: [[config[axis.name], loss] for config, loss, changed in near if changed <= {axis.name}]
             for axis in history.space.axes
@@ -280,7 +282,6 @@ def _header_lines(header: dict[str, Any]) -> list[str]:
 
 
 def _entry_line(entry: dict[str, Any]) -> str:
-    change = entry["change"]
     interval = entry["interval_90"]
     gain = "" if interval is None else f"{entry['gain_on_baseline']:+.4f} [{interval[0]:+.4f}, {interval[1]:+.4f}]"
     cells = (
@@ -291,7 +292,7 @@ def _entry_line(entry: dict[str, Any]) -> str:
         f"{entry['nats_per_byte']:.4f} ± {entry['se']:.4f}{'' if entry['is_after_choice'] else ' *'}",
         entry["num_runs"],
         gain,
-        "" if change is None else _safe(f"{change['axis']} {change['old']} → {change['new']}"),
+        _safe(_words(entry["changes"])),
         "-" if entry["params"] is None else f"{entry['params']:,}",
         "-" if entry["tokens_per_s"] is None else f"{entry['tokens_per_s']:,.0f}",
     )
@@ -303,11 +304,13 @@ def _floor_line(name: str, value: float) -> str:
 
 
 def _decision_line(row: dict[str, Any]) -> str:
-    change = row["change"]
-    words = "" if change is None else f"{change['axis']} {change['old']} → {change['new']}"
-    words = "placebo (no change)" if row["placebo"] else words
+    words = "placebo (no change)" if row["placebo"] else _words(row["changes"])
     gain = "-" if row["delta"] is None else f"{row['delta']:+.4f}"
     return f"| {row['decision_id']} | {_safe(words)} | {gain} | {_safe(row['outcome'])}: {_safe(row['reason'])} |"
+
+
+def _words(changes: Sequence[Mapping[str, Any]]) -> str:
+    return space.in_words((change["axis"], change["old"], change["new"]) for change in changes)
 
 
 def _safe(text: str) -> str:
