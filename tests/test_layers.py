@@ -76,6 +76,8 @@ PACKAGES = {
 ours at all, because it is run alone."""
 
 OWNERS = {
+    "optuna": "research.ask_optuna",
+    "ray": "research.ray_executor",
     "pydantic": "config config_base config_data config_model translate speedrun.track research.space",
     "click": "cli",
     "rich": "cli",

@@ -35,7 +35,10 @@ def answer(kind: str, question: dict[str, Any]) -> dict[str, Any]:
 
     `kind`: `tpe`, `gp` or `cma`.
     """
-    axes = [Axis.model_validate({"name": name, "default": entry["value"], **entry["range"]}) for name, entry in question["axes"].items()]
+    axes = [
+        Axis.model_validate({"name": name, "default": entry["value"], **entry["range"]})
+        for name, entry in question["axes"].items()
+    ]
     point = suggest(kind, question, axes)
     moves = [(axis, _near(axis, question["axes"][axis.name]["value"], point[axis.name])) for axis in axes]
     moves.sort(key=lambda move: -_distance(move[0], question["axes"][move[0].name]["value"], move[1]))

@@ -62,7 +62,7 @@ class Asker:
         self._num_fallbacks += 1
         if self._num_fallbacks >= _MAX_FALLBACKS:
             raise ChildCrashed(
-                f"study.proposer = \"{name}\": its command gave no usable answer {TRIES * _MAX_FALLBACKS} times in a "
+                f'study.proposer = "{name}": its command gave no usable answer {TRIES * _MAX_FALLBACKS} times in a '
                 f'row; the last time: {refused[-1]["why"]}. Mend study.llm_command, or set study.proposer = "gp1".'
             )
         instead = proposer.PROPOSERS["gp1"](history, noise, source, self._fits)
@@ -95,7 +95,8 @@ class Asker:
             self._stops.processes.discard(process)
         said = said[-_MAX_ANSWER:]
         if process.returncode != 0:
-            ending = f"signal {signal.Signals(-process.returncode).name}" if process.returncode < 0 else f"exit code {process.returncode}"
+            code = process.returncode
+            ending = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
             return said, f"it ended with {ending}: {talk[-_MAX_TEXT:].strip()}"
         return said, None
 
@@ -124,7 +125,11 @@ def question(history: History, noise: Noise, number: int) -> dict[str, Any]:
         "unit": "nats per byte",
         "noise": noise.s,
         "floors": board.floors(history),
-        "anchor": {"config": anchor.config, "loss": sum(anchor.losses) / len(anchor.losses), "num_runs": len(anchor.runs)},
+        "anchor": {
+            "config": anchor.config,
+            "loss": sum(anchor.losses) / len(anchor.losses),
+            "num_runs": len(anchor.runs),
+        },
         "axes": {
             axis.name: {
                 "value": anchor.config[axis.name],
@@ -185,8 +190,10 @@ def complaint_about(answer: dict[str, Any] | None, history: History, fits: Fits)
     if answer["axis"] not in names:
         return f"there is no axis {str(answer['axis'])[:80]!r}; there are {', '.join(names)}"
     axis = history.space.axis(answer["axis"])
-    if isinstance(answer["value"], list | dict) or (complaint := axis.complaint(answer["value"])):
-        return f"{axis.name}: {complaint if not isinstance(answer['value'], list | dict) else 'the value is no single one'}"
+    if isinstance(answer["value"], list | dict):
+        return f"{axis.name}: one value is wanted, not several"
+    if complaint := axis.complaint(answer["value"]):
+        return f"{axis.name}: {complaint[:_MAX_TEXT]}"
     value = axis.canonical(answer["value"])
     config = {**history.anchor.config, axis.name: value}
     if value == history.anchor.config[axis.name]:

@@ -145,6 +145,7 @@ def _header(history: History, noise: Noise | None) -> dict[str, Any]:
     placebos = [row for row in history.decisions if row["placebo"] and row["outcome"] != "not_judged"]
     runs = [run.row for run in history.runs]
     resets = [row for row in history.decisions if row["outcome"] == "drift_reset"]
+    costs = [row["cost_usd"] for row in _all_rows(history) if row["cost_usd"] is not None]
     spent = [row["total_s"] for row in runs if row["total_s"] is not None]
     return {
         "study": history.study.name,
@@ -159,9 +160,19 @@ def _header(history: History, noise: Noise | None) -> dict[str, Any]:
         "num_judged": history.num_judged,
         "num_by_status": dict(sorted(Counter(row["status"] for row in _all_rows(history)).items())),
         "hours": sum(spent) / 3600 if spent else None,
+        "cost_usd": sum(costs) if costs else None,
+        "answers": _answers(history),
         "placebos": {"num_judged": len(placebos), "num_kept": sum(row["moves_anchor"] for row in placebos)},
         "drift_resets": len(resets),
     }
+
+
+def _answers(history: History) -> dict[str, int]:
+    """Proposals that a command was asked for, answers of it that were refused, proposals that were made in its place."""
+    told = [candidate.first["proposer"] for candidate in history.candidates.values()]
+    asked = [made for made in told if "refused" in made]
+    refused = sum(len(made["refused"]) for made in asked)
+    return {"asked": len(asked), "refused": refused, "replaced": sum("instead_of" in made for made in asked)}
 
 
 def _all_rows(history: History) -> list[Row]:
@@ -272,11 +283,14 @@ def _header_lines(header: dict[str, Any]) -> list[str]:
     noise, placebos = header["noise"], header["placebos"]
     told = "not measured yet" if noise is None else f"{noise['s']:.4f} nats/byte ({noise['df']} degrees of freedom)"
     statuses = ", ".join(f"{count} {status}" for status, count in header["num_by_status"].items()) or "none"
+    cost = "" if header["cost_usd"] is None else f", ${header['cost_usd']:.2f}"
+    answers = "{asked} proposals asked for, {refused} answers refused, {replaced} replaced".format(**header["answers"])
     hours = "-" if header["hours"] is None else f"{header['hours']:.2f} h"
     return [
         f"- budget {header['budget_s']:g} charged seconds, data {_safe(header['data'])}, rule {header['acceptance']}",
         f"- noise of one run: {told}",
-        f"- runs: {statuses}; {header['num_judged']} proposals judged; {hours}",
+        f"- runs: {statuses}; {header['num_judged']} proposals judged; {hours}{cost}",
+        *([f"- {answers}"] if header["answers"]["asked"] else []),
         f"- placebos kept: {placebos['num_kept']} of {placebos['num_judged']}; drift resets: {header['drift_resets']}",
     ]
 
@@ -300,7 +314,8 @@ def _entry_line(entry: dict[str, Any]) -> str:
 
 
 def _floor_line(name: str, value: float) -> str:
-    return f"| | *{_safe(name)} counts* | floor | {value / _LN2:.4f} | {value:.4f} | | | | | |"
+    words = "without training" if name == "untrained" else f"{name} counts"
+    return f"| | *{_safe(words)}* | floor | {value / _LN2:.4f} | {value:.4f} | | | | | |"
 
 
 def _decision_line(row: dict[str, Any]) -> str:

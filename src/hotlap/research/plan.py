@@ -166,7 +166,18 @@ def _judge(candidate: Candidate, history: History) -> Judged:
 def _start_again(history: History, secret: bytes, candidate: Candidate) -> Start:
     """Another run of a proposal: its second, or one in the place of a disturbed one."""
     role = "confirm" if candidate.losses else "screen"
-    kept = ("config", "config_hash", "parent_hash", "axis", "old", "new", "changes", "proposer", "proposal", "commitment")
+    kept = (
+        "config",
+        "config_hash",
+        "parent_hash",
+        "axis",
+        "old",
+        "new",
+        "changes",
+        "proposer",
+        "proposal",
+        "commitment",
+    )
     fresh = started_row(history, secret, role, candidate.first["config"])
     row: Row = {**fresh, **{key: candidate.first[key] for key in kept}, "replicate": len(candidate.rows)}
     is_placebo = proposer.is_placebo(secret, candidate.number, history.study.placebo_every)

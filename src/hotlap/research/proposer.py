@@ -177,7 +177,9 @@ def _options(history: History, fits: Fits) -> list[Settings]:
     anchor = history.anchor.config
     names = {axis.name for axis in history.space.axes}
     pairs = [pair for pair in COUPLED if names.issuperset(pair)] if _is_stuck(history) else []
-    jumps = ({**anchor, a: x, b: y} for a, b in pairs for x, y in product(*(_near(history, name, REACH) for name in (a, b))))
+    jumps = (
+        {**anchor, a: x, b: y} for a, b in pairs for x, y in product(*(_near(history, name, REACH) for name in (a, b)))
+    )
     if found := _open(history, jumps, fits):
         return found
     for reach in (REACH, _LAST_RESORT):

@@ -98,7 +98,7 @@ def forecast(
         proven = verification(gain, 0.0, repeats, source)
         row = {"gain_sigmas": gain, "gain_nats": None if noise is None else gain * noise}
         table.append(row | {"kept": moved.share, "runs_each": moved.runs, "proven": proven.share})
-    trial_s = _seconds_of_a_trial(study, history)
+    trial_s = seconds_of_a_trial(study, history)
     num_runs = study.num_baseline_runs + math.ceil(num_trials * table[0]["runs_each"] * (1 + 1 / study.sentinel_every))
     session_s, proof_s = num_runs * trial_s / study.workers, 2 * acceptance.NUM_PAIRS * trial_s
     usd = usd_per_hour / 3600
@@ -121,7 +121,7 @@ def forecast(
     }
 
 
-def _seconds_of_a_trial(study: StudyConfig, history: History | None) -> float:
+def seconds_of_a_trial(study: StudyConfig, history: History | None) -> float:
     seen = [] if history is None else [run.row["total_s"] for run in history.runs if run.row["total_s"] is not None]
     return fmean(seen) if seen else study.budget_s + _SETUP_S
 
@@ -286,7 +286,9 @@ def _search(
 
     append(_campaign_row(study, bowl))
     while history.in_progress or not is_over(history):
-        action = plan.next_in_search(history, secret, "2000-01-01", sys.maxsize, propose)  # also where little is expected
+        action = plan.next_in_search(
+            history, secret, "2000-01-01", sys.maxsize, propose
+        )  # also where little is expected
         if isinstance(action, plan.Decide):
             append({**action.row, "at": "2000-01-01"})
         elif isinstance(action, plan.Start):
@@ -327,5 +329,6 @@ def _ended(started: Row, height: float | None, source: np.random.Generator) -> R
         "val_search_nats_per_byte": loss,
         "cell": {},
         "flags": [],
+        "cost_usd": None,
         "ended_at": "2000-01-01",
     }

@@ -194,6 +194,18 @@ class StudyConfig(Config):
     baseline_runs: int | None = Field(default=None, ge=1)
     """Runs of the baseline before the search. Absent: 6 for short trials on a CPU, else 3, and 1 for `naive`."""
 
+    max_params: int | None = Field(default=None, ge=1)
+    """A configuration with more parameters is not proposed. The trial's program must tell sizes (docs/research.md)."""
+
+    max_mem_mb: float | None = Field(default=None, gt=0)
+    """The same for its expected memory."""
+
+    executor: Literal["local", "ray"] = "local"
+    """Where trials run: on this machine, or on the Ray cluster that RAY_ADDRESS names."""
+
+    usd_per_hour: float | None = Field(default=None, ge=0)
+    """What the machine costs: every run's row and the board then say what was spent."""
+
     trials_per_day: int | None = Field(default=None, ge=1)
     """Most child processes started in a day (UTC), baseline and repeats included."""
 
@@ -262,6 +274,11 @@ def _anchor_paths(study: dict[str, Any], folder: Path) -> None:
         value = study.get(key)
         if isinstance(value, str) and (folder / value).exists():
             study[key] = str(folder / value)
+    if isinstance(study.get("llm_command"), list):
+        study["llm_command"] = [
+            str(folder / word) if isinstance(word, str) and (folder / word).is_file() else word
+            for word in study["llm_command"]
+        ]
 
 
 def require_no_seed(tree: Mapping[str, Any], source: str) -> None:
