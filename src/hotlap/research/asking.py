@@ -85,14 +85,14 @@ class Asker:
         except OSError as error:
             return "", f"it cannot be started: {error}"
         self._stops.watch(process)
-        try:
-            said, talk = process.communicate(durable.canonical_json(asked), timeout=self._study.llm_timeout_s)
-        except subprocess.TimeoutExpired:
-            return "", f"no answer within {self._study.llm_timeout_s:g} s (study.llm_timeout_s)"
-        finally:
-            child.kill_group(process.pid)
-            process.wait()
-            self._stops.processes.discard(process)
+        with process:
+            try:
+                said, talk = process.communicate(durable.canonical_json(asked), timeout=self._study.llm_timeout_s)
+            except subprocess.TimeoutExpired:
+                return "", f"no answer within {self._study.llm_timeout_s:g} s (study.llm_timeout_s)"
+            finally:
+                child.kill_group(process.pid)
+                self._stops.processes.discard(process)
         said = said[-_MAX_ANSWER:]
         if process.returncode != 0:
             code = process.returncode

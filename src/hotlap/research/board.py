@@ -168,7 +168,7 @@ def _header(history: History, noise: Noise | None) -> dict[str, Any]:
 
 
 def _answers(history: History) -> dict[str, int]:
-    """Proposals that a command was asked for, answers of it that were refused, proposals that were made in its place."""
+    """Proposals that a command was asked for, answers that were refused, proposals that were made in its place."""
     told = [candidate.first["proposer"] for candidate in history.candidates.values()]
     asked = [made for made in told if "refused" in made]
     refused = sum(len(made["refused"]) for made in asked)

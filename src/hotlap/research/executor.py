@@ -126,7 +126,7 @@ class LocalExecutor:
             return ending
 
     def close(self) -> None:
-        self._stops.was_killed = True
+        self._stops.was_asked = self._stops.was_killed = True  # also for a child that is being started just now
         for process in list(self._stops.processes):
             process.kill()
         for _ in self._threads:
@@ -138,6 +138,8 @@ class LocalExecutor:
         if cores:
             os.sched_setaffinity(0, cores)
         while (trial := self._trials.get()) is not None:
+            if self._stops.was_killed:
+                continue
             try:
                 self._endings.put(run_trial(trial, self._stops, self._on_progress))
             except Exception as error:  # noqa: BLE001  (a bug, or a full disk: the main thread raises it)
@@ -310,7 +312,7 @@ def mfu_of(fields: Row) -> float | None:
 
 
 def with_throttling(fields: Row, waited_us: int) -> Row:
-    """The fields with how long the control group's quota held its processes back meanwhile, and a flag if it is much."""
+    """The fields with how long the control group's quota held its processes back, and a flag if that is much."""
     if fields["validity"] is None:
         return fields
     validity = {**fields["validity"], "throttled_us": waited_us}

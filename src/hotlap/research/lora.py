@@ -1,9 +1,10 @@
 """A trial that fine-tunes: `python -m hotlap.research.lora ORDER.json` trains LoRA for a charged time and scores it.
 
 The order's `data` is a run's TOML file: base model, data set, and a held-out JSONL file (`data.eval_dataset`), whose
-lines are divided in turn between the two splits. A short run that learns nothing first measures the configuration's own time of
-a step, and what the base model scores (the floor `untrained`); then it is trained for as many steps as fit the budget, each charged that time, so that a busy machine takes longer
-and learns the same. The score is nats per byte of the held-out completions.
+lines are divided in turn between the two splits. A short run that learns nothing first measures the configuration's
+own time of a step, and what the base model scores (the floor `untrained`); then it is trained for as many steps as fit
+the budget, each charged that time, so that a busy machine takes longer and learns the same. The score is nats per byte
+of the held-out completions.
 
 Every split is scored by a run of its own, with the same seed and steps: what is held out changes nothing that is
 trained.

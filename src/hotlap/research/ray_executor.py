@@ -1,4 +1,4 @@
-"""Trials on a Ray cluster: each is a task that starts the same child under the same watchdog, on whichever node is free.
+"""Trials on a Ray cluster: each is a task that starts the same child under the same watchdog, on a node that is free.
 
 Ray Core only: the study proposes and judges, the child keeps its own time, and Ray says where. Every node needs this
 version of hotlap. The program's file and the text go with each task; what else a trial reads (a run's TOML file, its

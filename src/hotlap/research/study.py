@@ -113,14 +113,17 @@ class Study:
             )
         stop: str | None = None
         while True:
-            action = Wait() if stop and self.history.open else next_action(self.history, self._secret)
+            is_full = len(self.history.open) >= self.history.study.workers
+            # Not asked where nothing could be started: a proposal may cost something.
+            must_wait = self.history.open and (stop is not None or is_full)
+            action = Wait() if must_wait else next_action(self.history, self._secret)
             if stop and (isinstance(action, Start) or (stop != "time" and isinstance(action, Finish))):
                 return stop
             if isinstance(action, Decide):
                 self._append({**action.row, "at": _now()})
             elif isinstance(action, Start) and until is not None and not until.allows(self._longest_s(action)):
                 stop = "time"
-            elif isinstance(action, Start) and len(self.history.open) < self.history.study.workers:
+            elif isinstance(action, Start):
                 self._start(action)
             elif self.history.open:
                 ending = self._executor.next_ended()
