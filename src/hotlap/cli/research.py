@@ -176,9 +176,9 @@ def _draw(folder: "StudyFolder", history: "History") -> None:
     if find_spec("matplotlib") is None:
         return
     from hotlap.report import charts
-    from hotlap.research import board
+    from hotlap.research import board, proposer
 
-    charts.write(folder.path, board.plots(history))
+    charts.write(folder.path, board.plots(history) | {"expected": proposer.responses(history)})
 
 
 def _summary(history: "History", folder: "StudyFolder") -> dict[str, Any]:

@@ -14,13 +14,13 @@ import html
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from hotlap import durable
-from hotlap.research import acceptance, space
+from hotlap.research import acceptance
 from hotlap.research.acceptance import Noise
 from hotlap.research.history import OK, Anchor, History, Row, StudyFolder, loss_of
 from hotlap.research.space import Settings
@@ -109,7 +109,7 @@ def _entry(history: History, anchor: Anchor, noise: Noise | None, claims: Mappin
         "gain_on_baseline": gain if decision else None,
         "interval_90": [gain - half, gain + half] if decision else None,
         "gain_on_parent": decision["delta"] if decision else None,
-        "changes": _changed(history, decision) if decision else [],
+        "change": _change(history, decision) if decision else None,
         "claim": _claim(claim) if claim else None,
         **{name: last[name] for name in ("tokens_per_s", "steps", "params", "charged_s", "wall_s", "peak_mem_mb")},
         "last_run_at": last["ended_at"],
@@ -123,9 +123,12 @@ def _claim(row: Row) -> dict[str, Any]:
     return {name: row[name] for name in names} | {"is_gap_wide": row["is_gap_wide"], "decision_id": row["decision_id"]}
 
 
-def _changed(history: History, decision: Row) -> list[dict[str, Any]]:
+def _change(history: History, decision: Row) -> dict[str, Any]:
+    """Its axis, old and new; of a jump, those of both axes beside each other."""
     changes = history.candidates[decision["proposal"]].first["changes"]
-    return [dict(zip(("axis", "old", "new"), change, strict=True)) for change in changes]
+    if len(changes) == 1:
+        return dict(zip(("axis", "old", "new"), changes[0], strict=True))
+    return {name: ", ".join(map(str, parts)) for name, parts in zip(("axis", "old", "new"), zip(*changes), strict=True)}
 
 
 def _rank(entries: list[dict[str, Any]]) -> None:
@@ -187,8 +190,8 @@ def floors(history: History) -> dict[str, float]:
 
 def _told(row: Row, history: History) -> dict[str, Any]:
     names = ("decision_id", "outcome", "delta", "se", "placebo", "reason", "proposal", "candidate_hash")
-    changes = _changed(history, row) if row["proposal"] is not None else []
-    return {name: row[name] for name in names} | {"changes": changes}
+    change = _change(history, row) if row["proposal"] is not None else None
+    return {name: row[name] for name in names} | {"change": change}
 
 
 def ledger(history: History) -> dict[str, list[dict[str, Any]]]:
@@ -197,11 +200,11 @@ def ledger(history: History) -> dict[str, list[dict[str, Any]]]:
     for row in history.decisions:
         if row["proposal"] is None or row["placebo"]:
             continue
-        changes = _changed(history, row)
-        for change in changes:
-            beside = [other["axis"] for other in changes if other is not change]
-            tried = {"old": change["old"], "new": change["new"], "outcome": row["outcome"], "delta": row["delta"]}
-            ledger[change["axis"]].append({**tried, "beside": beside, "reason": row["reason"]})
+        changes = history.candidates[row["proposal"]].first["changes"]
+        for axis, old, new in changes:
+            beside = [other for other, _, _ in changes if other != axis]
+            tried = {"old": old, "new": new, "outcome": row["outcome"], "delta": row["delta"]}
+            ledger[axis].append({**tried, "beside": beside, "reason": row["reason"]})
     return ledger
 
 
@@ -239,6 +242,7 @@ def plots(history: History) -> dict[str, Any]:
     return {
         "progress": [[run.run_id, run.role, run.status, run.loss if run.status == OK else None] for run in runs],
         "anchor": [[a.runs[0]["run_id"], fmean(a.losses)] for a in history.anchors if a.runs],
+        "noise": history.noise().s if history.groups.get(base) else None,
         "floors": floors(history),
         "response": {
             axis.name: [[config[axis.name], loss] for config, loss, changed in near if changed <= {axis.name}]
@@ -306,7 +310,7 @@ def _entry_line(entry: dict[str, Any]) -> str:
         f"{entry['nats_per_byte']:.4f} ± {entry['se']:.4f}{'' if entry['is_after_choice'] else ' *'}",
         entry["num_runs"],
         gain,
-        _safe(_words(entry["changes"])),
+        _safe(_words(entry["change"])),
         "-" if entry["params"] is None else f"{entry['params']:,}",
         "-" if entry["tokens_per_s"] is None else f"{entry['tokens_per_s']:,.0f}",
     )
@@ -319,13 +323,13 @@ def _floor_line(name: str, value: float) -> str:
 
 
 def _decision_line(row: dict[str, Any]) -> str:
-    words = "placebo (no change)" if row["placebo"] else _words(row["changes"])
+    words = "placebo (no change)" if row["placebo"] else _words(row["change"])
     gain = "-" if row["delta"] is None else f"{row['delta']:+.4f}"
     return f"| {row['decision_id']} | {_safe(words)} | {gain} | {_safe(row['outcome'])}: {_safe(row['reason'])} |"
 
 
-def _words(changes: Sequence[Mapping[str, Any]]) -> str:
-    return space.in_words((change["axis"], change["old"], change["new"]) for change in changes)
+def _words(change: Mapping[str, Any] | None) -> str:
+    return "" if change is None else f"{change['axis']} {change['old']} → {change['new']}"
 
 
 def _safe(text: str) -> str:

@@ -38,6 +38,7 @@ COUPLED = (
 _POINTS_EACH_SIDE = 6
 _SWEEP_POINTS = 4
 _RANDOM_TRIES = 200
+_RESPONSE_POINTS = 24
 _LAST_RESORT = 1.0
 
 _WEIGHTS = {"lr": 1.5, "batch_size": 1.2, "width": 1.2, "depth": 1.2, "rank": 1.2}
@@ -88,6 +89,22 @@ def expected_gain(history: History, candidate: Candidate, s: float) -> float:
     surrogate = Surrogate(evidence.with_runs(place[None, :], loss, count), s, center)
     mean, _ = surrogate.predict(np.array([center, place]))
     return float(mean[0] - mean[1])
+
+
+def responses(history: History) -> dict[str, list[list[Any]]]:
+    """What all past runs say of every ordered axis, the others being as in the anchor: value, mean and standard
+    deviation of the loss. Empty before the baseline has run."""
+    if not history.groups:
+        return {}
+    space, anchor = history.space, history.anchor.config
+    surrogate = Surrogate(evidence_of(history), history.noise().s, _place(space, anchor))
+    found: dict[str, list[list[Any]]] = {}
+    for axis in space.axes:
+        if axis.is_ordered:
+            values = list(dict.fromkeys(axis.at(place / _RESPONSE_POINTS) for place in range(_RESPONSE_POINTS + 1)))
+            mean, sd = surrogate.predict(np.array([_place(space, {**anchor, axis.name: value}) for value in values]))
+            found[axis.name] = [[value, float(m), float(d)] for value, m, d in zip(values, mean, sd, strict=True)]
+    return found
 
 
 # --- the three ---
