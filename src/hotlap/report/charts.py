@@ -1,6 +1,7 @@
 """A study's charts as SVG: progress, response of every axis, prediction against outcome, the clock, loss curves.
 
-Drawn from the numbers of `plots.json` and what `gp1` makes of them (`proposer.responses`), and byte for byte the same for the same numbers: no date, no random names in them.
+Drawn from the numbers of `plots.json` and from what all runs together say of every axis (`proposer.responses`), and
+byte for byte the same for the same numbers: no date, no random names in them.
 """
 
 import io

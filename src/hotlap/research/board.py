@@ -128,7 +128,9 @@ def _change(history: History, decision: Row) -> dict[str, Any]:
     changes = history.candidates[decision["proposal"]].first["changes"]
     if len(changes) == 1:
         return dict(zip(("axis", "old", "new"), changes[0], strict=True))
-    return {name: ", ".join(map(str, parts)) for name, parts in zip(("axis", "old", "new"), zip(*changes), strict=True)}
+    return {
+        name: ", ".join(str(change[place]) for change in changes) for place, name in enumerate(("axis", "old", "new"))
+    }
 
 
 def _rank(entries: list[dict[str, Any]]) -> None:
