@@ -25,6 +25,9 @@ _REASONS = {
     "interrupted": "ended at the second Ctrl-C; the same command goes on",
     "judged": "judged",
 }
+_BOOT_S = 30.0
+"""Of a rented machine's slice, what passes before its first trial."""
+
 _DRAWING_SHARE = 20
 """The charts rest this many times as long as they took to draw."""
 
@@ -239,6 +242,11 @@ Example:
 @_as_json
 def simulate(study: Path, output_dir: Path, trials: int, usd_per_hour: float, repeats: int, as_json: bool) -> None:
     """Tell before anything runs how often noise would be kept, what would be found, and what it takes."""
+    from dataclasses import asdict
+
+    from hotlap.config import LimitsConfig
+    from hotlap.errors import ConfigError
+    from hotlap.research import price
     from hotlap.research import simulate as simulator
     from hotlap.research import study as studies
 
@@ -246,6 +254,14 @@ def simulate(study: Path, output_dir: Path, trials: int, usd_per_hour: float, re
     history = folder.read() if folder.journal.exists() else None
     file = studies.file_of(study, folder)
     report = simulator.forecast(file.study, history, trials, usd_per_hour, repeats)
+    if usd_per_hour > 0:
+        slice_s = 60.0 * LimitsConfig().max_slice_minutes
+        try:
+            rented = price.price_of(file.study, history, trials, round(usd_per_hour * 1e6), slice_s, _BOOT_S)
+        except ConfigError as error:
+            report |= {"rented": None, "words": f"{report['words']}\nNot on rented machines: {error}"}
+        else:
+            report |= {"rented": asdict(rented), "words": f"{report['words']}\nOn rented machines: {rented.words}"}
     if as_json:
         click.echo(json.dumps(report, indent=1))
         return
