@@ -165,6 +165,18 @@ def test_optuna_s_samplers_change_one_axis_near_the_anchor(kind: str) -> None:
     assert made[-1] == made[0]
 
 
+@needs_optuna
+def test_an_answer_of_optuna_s_that_was_refused_is_not_given_again() -> None:
+    """Too large, say: then the next axis of the same point."""
+    history = history_of(proposer="tpe")
+    first = asking.Asker(history.study, child.Stops(), proposer.all_fit).propose(history, NOISE, random.Random(1))
+    assert first is not None
+    asker = asking.Asker(history.study, child.Stops(), lambda configs: [config != first.config for config in configs])
+    second = asker.propose(history, NOISE, random.Random(1))
+    assert second is not None and second.prediction["name"] == "tpe" and second.config != first.config
+    assert "larger than the study allows" in second.prediction["refused"][0]["why"]
+
+
 def test_optuna_that_is_not_there_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"pip install \"hotlap\[optuna\]\""):

@@ -42,10 +42,11 @@ def answer(kind: str, question: dict[str, Any]) -> dict[str, Any]:
     point = suggest(kind, question, axes)
     moves = [(axis, _near(axis, question["axes"][axis.name]["value"], point[axis.name])) for axis in axes]
     moves.sort(key=lambda move: -_distance(move[0], question["axes"][move[0].name]["value"], move[1]))
+    refused = [entry["answer"].strip() for entry in question["refused"]]
     for axis, value in moves:
-        entry = question["axes"][axis.name]
-        if value != entry["value"] and value not in entry["closed"]:
-            return {"axis": axis.name, "value": value}
+        entry, move = question["axes"][axis.name], {"axis": axis.name, "value": value}
+        if value != entry["value"] and value not in entry["closed"] and json.dumps(move) not in refused:
+            return move
     return {"axis": None, "value": None}
 
 

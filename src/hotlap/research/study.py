@@ -65,11 +65,11 @@ class Study:
         journal: Journal,
         secret: bytes,
         executor: Executor,
-        propose: plan.Propose,
+        make_propose: Callable[[], plan.Propose],
         listener: Listener,
     ) -> None:
         self._folder, self._journal, self._secret = folder, journal, secret
-        self._executor, self._propose, self._listener = executor, propose, listener
+        self._executor, self._make_propose, self._listener = executor, make_propose, listener
 
     @property
     def history(self) -> History:
@@ -78,10 +78,8 @@ class Study:
     def search(self, num_trials: int | None, until: clock.Deadline | None = None) -> str:
         """Try so many changes, or, given none, go on until nothing better is expected. The same number again goes on
         with what was not finished. Raises as `run` does."""
-        goal = self._goal_of(num_trials)
-        return self.run(
-            lambda history, secret: plan.next_in_search(history, secret, _now()[:10], goal, self._propose), until
-        )
+        goal, propose = self._goal_of(num_trials), self._make_propose()
+        return self.run(lambda history, secret: plan.next_in_search(history, secret, _now()[:10], goal, propose), until)
 
     def _goal_of(self, num_trials: int | None) -> int | None:
         """How many proposals are judged in the end."""
@@ -260,10 +258,9 @@ def opened(
         study = journal.history.study
         caps = Caps(study)
         caps.require_start(journal.history.space.start)
-        propose = proposing(study, stops, caps.fits)
         executor = executor_of(study, stops, listener.on_progress)
         try:
-            yield Study(folder, journal, secret, executor, propose, listener)
+            yield Study(folder, journal, secret, executor, lambda: proposing(study, stops, caps.fits), listener)
         finally:
             executor.close()
 
