@@ -152,6 +152,8 @@ def test_what_a_run_costs_and_which_code_it_was(tmp_path: Path) -> None:
     (tmp_path / "trial.py").write_text("2\n")
     executor.commit_of.cache_clear()
     assert executor.commit_of(program)["dirty"] is True
+    (tmp_path / "loose.py").write_text("")
+    assert executor.commit_of(str(tmp_path / "loose.py")) == {"git_commit": None, "dirty": None}
     outside = tmp_path / ".git"
     outside.rename(tmp_path / "gone")
     executor.commit_of.cache_clear()

@@ -177,18 +177,20 @@ def code_hash_of(program: str) -> str:
 
 @lru_cache
 def commit_of(program: str) -> Row:
-    """The commit of the repository in which a program lies, and whether anything there has been changed since; null
-    outside of one. Asked once: what happens to the repository later, the hash of the code tells."""
+    """The commit of the repository that keeps a program, and whether anything there has been changed since; null where
+    none does. Asked once: what happens to the program later, the hash of its code tells."""
     spec = None if program.endswith(".py") else find_spec(program)
-    folder = Path(program if spec is None or spec.origin is None else spec.origin).absolute().parent
+    path = Path(program if spec is None or spec.origin is None else spec.origin).absolute()
 
     def git(*words: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=_GIT_S)
+            done = subprocess.run(["git", "-C", path.parent, *words], capture_output=True, text=True, timeout=_GIT_S)
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
+    if git("ls-files", "--error-unmatch", path.name) is None:  # a virtual environment inside of somebody's repository
+        return {"git_commit": None, "dirty": None}
     changes = git("status", "--porcelain", "--untracked-files=no")
     return {"git_commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
 
