@@ -109,16 +109,20 @@ def test_no_good_answer_is_replaced_and_in_the_end_refused(model: tuple[Path, Hi
         asker.propose(history, NOISE, random.Random(1))
 
 
-def test_a_command_that_hangs_or_is_not_there(tmp_path: Path) -> None:
-    """It is ended with whatever it started."""
-    (tmp_path / "ask.sh").write_text("#!/bin/sh\nsleep 3600 &\necho $! > pid\nwait\n")
-    for command, why in (
-        (("sh", str(tmp_path / "ask.sh")), "no answer within 0.5 s"),
-        (("no-such-program",), "started"),
-    ):
-        history = history_of(proposer="llm", llm_command=command, llm_timeout_s=0.5)
-        made = asking.Asker(history.study, child.Stops(), proposer.all_fit).propose(history, NOISE, random.Random(1))
-        assert made is not None and why in made.prediction["refused"][0]["why"]
+def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    (tmp_path / "ask.sh").write_text(f"sleep 3600 &\necho $! >> {tmp_path}/pids\nwait\n")
+    history = history_of(proposer="llm", llm_command=("sh", str(tmp_path / "ask.sh")), llm_timeout_s=1.5)
+    made = asking.Asker(history.study, child.Stops(), proposer.all_fit).propose(history, NOISE, random.Random(1))
+    assert made is not None and "no answer within 1.5 s" in made.prediction["refused"][0]["why"]
+    for pid in (tmp_path / "pids").read_text().split():
+        stat = Path(f"/proc/{pid}/stat")
+        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_command_that_is_not_there() -> None:
+    history = history_of(proposer="llm", llm_command=("no-such-program",))
+    made = asking.Asker(history.study, child.Stops(), proposer.all_fit).propose(history, NOISE, random.Random(1))
+    assert made is not None and "cannot be started" in made.prediction["refused"][0]["why"]
 
 
 def test_a_command_and_its_name_need_each_other(tmp_path: Path) -> None:
