@@ -20,6 +20,7 @@ from hotlap.cli.machines import machines
 from hotlap.cli.prefetch import prefetch
 from hotlap.cli.preview import preview
 from hotlap.cli.reap import reap
+from hotlap.cli.report import report
 from hotlap.cli.research import research
 from hotlap.cli.runs import logs, runs, stop
 from hotlap.cli.speedrun import speedrun
@@ -42,7 +43,7 @@ def cli() -> None:
     """
 
 
-_HERE = (demo, init, doctor, prefetch, preview, train, runs, logs, stop, generate, research, speedrun)
+_HERE = (demo, init, doctor, prefetch, preview, train, runs, logs, stop, generate, report, research, speedrun)
 _RENTED = (launch, machines, reap, budget, volume, pull)
 for command in (*_HERE, *_RENTED):
     cli.add_command(command)
