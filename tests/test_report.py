@@ -116,7 +116,7 @@ def test_many_points_are_thinned_without_losing_a_spike_and_the_file_has_all() -
     x, y = thinned(range(100_000), values)
     assert len(x) <= 4000 and (54_321, 9.0) in list(zip(x, y, strict=True))
     chart = Chart("c", "C", "step", "y", [Line("y", range(100_000), values)], "says")
-    assert len(chart.shown_rows()) == 1000 and chart.csv().count("\n") == 100_001
+    assert len(chart.shown_rows()) == 400 and chart.csv().count("\n") == 100_001
 
 
 def test_a_spreadsheet_runs_nothing_and_a_figure_reads_no_markup() -> None:
@@ -161,7 +161,10 @@ def test_a_run_s_page_in_a_browser(browser: Browser, tmp_path: Path) -> None:
     browser.look_like()
     open_page(browser, run.page_of(make_run(tmp_path / "r"), "now"), tmp_path / "run.html")
     assert browser.complaints == [] and {url.split(":")[0] for url in browser.requests} <= {"file", "data"}
-    assert browser.run("document.querySelectorAll('[data-chart] .main-svg').length") >= 6
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    assert browser.run(
+        "[...document.querySelectorAll('[data-chart]')].every(place => place.querySelector('.main-svg'))"
+    )
     assert browser.run("document.querySelectorAll('script').length") == 3
 
     def ink() -> str:

@@ -11,6 +11,7 @@ import click
 
 import hotlap
 from hotlap.cli.budget import budget
+from hotlap.cli.dashboard import dashboard
 from hotlap.cli.demo import demo
 from hotlap.cli.doctor import doctor
 from hotlap.cli.generate import generate
@@ -43,7 +44,22 @@ def cli() -> None:
     """
 
 
-_HERE = (demo, init, doctor, prefetch, preview, train, runs, logs, stop, generate, report, research, speedrun)
+_HERE = (
+    demo,
+    init,
+    doctor,
+    prefetch,
+    preview,
+    train,
+    runs,
+    logs,
+    stop,
+    generate,
+    report,
+    dashboard,
+    research,
+    speedrun,
+)
 _RENTED = (launch, machines, reap, budget, volume, pull)
 for command in (*_HERE, *_RENTED):
     cli.add_command(command)

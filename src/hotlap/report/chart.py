@@ -20,7 +20,7 @@ _SVG_DASHES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D")
 _STYLE = {"svg.hashsalt": "hotlap", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
 _MOST_POINTS = 2000
-_MOST_ROWS = 1000
+_MOST_ROWS = 400
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,13 @@ def templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["cell"] = cell
-    environment.filters["is_number"] = lambda value: type(value) in (int, float)
+    environment.filters["is_number"] = is_number
     environment.policies["json.dumps_kwargs"] = {"sort_keys": True, "allow_nan": False}
     return environment
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def cell(value: Any) -> str:

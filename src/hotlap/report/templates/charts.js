@@ -17,15 +17,21 @@
       transition: { duration: still.matches ? 0 : 150 },
     });
   }
-  function draw() {
-    for (const place of document.querySelectorAll("[data-chart]")) {
-      const figure = figures[place.dataset.chart];
-      Plotly.react(place, figure.data, dressed(figure), {
-        responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"],
-      });
-    }
-    document.documentElement.dataset.drawn = "yes";
+  const drawn = new Set();
+  function draw(place) {
+    drawn.add(place);
+    const figure = figures[place.dataset.chart];
+    Plotly.react(place, figure.data, dressed(figure), {
+      responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"],
+    });
   }
-  draw();
-  dark.addEventListener("change", draw);
+  // A page may have many charts: each is drawn when it is about to be seen, and all of them before they are printed.
+  const places = [...document.querySelectorAll("[data-chart]")];
+  const near = new IntersectionObserver((entries) => {
+    for (const entry of entries) if (entry.isIntersecting && !drawn.has(entry.target)) draw(entry.target);
+    document.documentElement.dataset.drawn = "yes";
+  }, { rootMargin: "600px" });
+  places.forEach((place) => near.observe(place));
+  addEventListener("beforeprint", () => places.filter((place) => !drawn.has(place)).forEach(draw));
+  dark.addEventListener("change", () => drawn.forEach(draw));
 })();
