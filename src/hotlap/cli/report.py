@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hotlap import clock, durable
+from hotlap.cli.runs import complete_run
 from hotlap.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ Example:
   hotlap report my-run
 """
 )
-@click.argument("name", required=False, metavar="[RUN|STUDY]")
+@click.argument("name", required=False, metavar="[RUN|STUDY]", shell_complete=complete_run)
 @click.option("--output", type=click.Path(path_type=Path), help="The file to write.  [default: reports/NAME.html]")
 @click.option(
     "--output-dir", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs."

@@ -13,6 +13,15 @@ import click
 if TYPE_CHECKING:
     from hotlap.runs import RunFolder, SliceState
 
+
+def complete_run(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Names of runs, for a shell's completion. Options before the name count: `--output-dir` above all."""
+    from hotlap.runs import list_runs
+
+    folder = Path(context.params.get("output_dir") or "runs")
+    return [run.name for run in list_runs(folder) if run.name.startswith(incomplete)]
+
+
 _OUTPUT_DIR = click.option(
     "--output-dir", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs."
 )
@@ -28,7 +37,7 @@ Example:
   hotlap runs --json
 """
 )
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=complete_run)
 @_OUTPUT_DIR
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def runs(run: str | None, output_dir: Path, as_json: bool) -> None:
@@ -77,7 +86,7 @@ Example:
   hotlap logs my-run -f
 """
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @click.option("-f", "--follow", is_flag=True, help="Go on as rows come, until the run is not running any more.")
 @_OUTPUT_DIR
 @click.option("--json", "as_json", is_flag=True, help="Rows as JSON lines.")
@@ -131,7 +140,7 @@ Example:
   hotlap stop my-run
 """
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @_OUTPUT_DIR
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def stop(run: str, output_dir: Path, as_json: bool) -> None:
