@@ -52,7 +52,7 @@ def test_help_of_a_command_says_what_every_option_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "expected"), [("hotlap rep", "plain,report\n"), ("hotlap logs -f my", "plain,mine\nplain,my-run\n")]
+    ("typed", "expected"), [("hotlap rep", "plain,report\n"), ("hotlap logs -f my", "plain,my-run\n")]
 )
 def test_a_shell_is_told_commands_and_runs(typed: str, expected: str, tmp_path: Path) -> None:
     """What bash asks when Tab is pressed, after `eval "$(_HOTLAP_COMPLETE=bash_source hotlap)"`."""
