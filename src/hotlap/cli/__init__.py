@@ -24,6 +24,7 @@ from hotlap.cli.reap import reap
 from hotlap.cli.report import report
 from hotlap.cli.research import research
 from hotlap.cli.runs import logs, runs, stop
+from hotlap.cli.sink import sink
 from hotlap.cli.speedrun import speedrun
 from hotlap.cli.train import train
 from hotlap.cli.volume import pull, volume
@@ -57,6 +58,7 @@ _HERE = (
     generate,
     report,
     dashboard,
+    sink,
     research,
     speedrun,
 )
