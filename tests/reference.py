@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -36,6 +37,7 @@ FILES: dict[str, ModuleType] = {
 """What is on a disk, and the module whose docstring tells it."""
 
 
+@cache
 def pages() -> dict[str, str]:
     """Every reference page, by its path below `docs`."""
     return {
