@@ -49,7 +49,7 @@ def test_lengths_are_the_tokenizer_s_and_the_longest_hundredth_is_told(tmp_path:
     look = look_at(write(tmp_path / "d.jsonl", list(rows)), tokenizer)
     assert look.is_exact and look.lengths[0] == 200 + 5  # two roles, two turn ends, one letter
     tree = tomllib.loads(propose(look, "m", "d.jsonl", CloudConfig()).as_toml())
-    assert tree["data"]["seq_len"] == 256
+    assert tree["data"]["seq_len"] == 512  # several to a row, and all but the longest hundredth
     assert "2 of 200 would be dropped" in propose(look, "m", "d", CloudConfig()).as_toml()
 
 

@@ -18,7 +18,7 @@ from hotlap.cloud.ledger import Ledger
 from hotlap.config import CloudConfig
 from hotlap.errors import UsageError
 from hotlap.report import money, page, records, run, study
-from hotlap.report.chart import Chart, Line, thinned
+from hotlap.report.chart import COLORS, Chart, Line, thinned
 from hotlap.research import simulate
 from hotlap.research.space import StudyConfig
 from hotlap.runs import Identity, RunFolder
@@ -126,6 +126,26 @@ def test_a_spreadsheet_runs_nothing_and_a_figure_reads_no_markup() -> None:
     assert chart.csv() == "'=1+1,'=cmd(),<i>&\n'@a,-1.0,\nb,2.0,1\n"
     assert chart.figure()["data"][1]["name"] == "&lt;i&gt;&amp;"
     assert b"&lt;b&gt;" in chart.svg() and chart.svg() == chart.svg()
+
+
+def test_lines_and_words_stand_out_from_both_pages() -> None:
+    """WCAG's contrast: 3 : 1 for what is drawn, 4.5 : 1 for text; of the light colors and of the dark ones."""
+    style = (ROOT / "src/hotlap/report/templates/style.css").read_text()
+    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in style.split("@media", 2)[:2])
+
+    def luminance(color: str) -> float:
+        parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    def contrast(one: str, other: str) -> float:
+        low, high = sorted((luminance(one), luminance(other)))
+        return (high + 0.05) / (low + 0.05)
+
+    for colors in (light, dark):
+        for ground in (colors["page"], colors["card"]):
+            assert min(contrast(color, ground) for color in COLORS) >= 3.0
+            assert min(contrast(colors[name], ground) for name in ("ink", "soft", "link", "bad")) >= 4.5
 
 
 def test_a_name_that_is_nothing_is_told_with_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
