@@ -111,6 +111,10 @@ OWNERS = {
     "matplotlib": "report",
     "starlette": "report",
     "uvicorn": "report",
+    "tensorboard": "report.sink",
+    "wandb": "report.sink",
+    "mlflow": "report.sink",
+    "trackio": "report.sink",
 }
 """DESIGN 4: a third-party package, and the modules or packages that may import it."""
 
