@@ -16,6 +16,7 @@ import reference
 
 from hotlap.cli import cli
 from hotlap.config import RunConfig
+from hotlap.research.space import StudyConfig
 
 ROOT = readme.ROOT
 PAGES = sorted(
@@ -57,8 +58,10 @@ def test_commands_that_need_an_account_say_so() -> None:
 
 def test_runs_in_the_documentation_are_valid() -> None:
     blocks = [text for page in PAGES for text in re.findall(r"```toml\n(.*?)```", page.read_text(), flags=re.S)]
-    trees = [tree for text in blocks if "base_model" in (tree := tomllib.loads(text))]
-    assert len(trees) >= 2 and all(RunConfig.model_validate(tree) for tree in trees)
+    trees = [tomllib.loads(text) for text in blocks]
+    found = [RunConfig.model_validate(tree) for tree in trees if "base_model" in tree]
+    studies = [StudyConfig.model_validate(tree["study"]) for tree in trees if "study" in tree]
+    assert len(found) >= 2 and len(studies) >= 2
 
 
 def test_generated_pages_have_every_command_setting_and_exit_code() -> None:
