@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 Value = float | int | str | None
-Form = Literal["line", "points", "bars", "stacked"]
+Form = Literal["line", "steps", "points", "bars", "stacked"]
 
 COLORS = ("#2f7fc1", "#c8651b", "#2e8b57", "#9a5fc0", "#d0453f", "#1f8f99", "#a06a3a", "#7d7d7d", "#b0487f", "#6b7f1f")
 """Each at least 3 : 1 against the light and the dark page. Dashes and markers tell lines apart without color."""
@@ -48,6 +48,9 @@ class Chart:
     limits: Sequence[tuple[str, float]] = ()
     places: Sequence[str] = ()
     """Names on the horizontal axis, in their order. Empty: as the lines have them."""
+
+    is_log: bool = False
+    """Whether the horizontal axis is logarithmic."""
 
     @property
     def has_names(self) -> bool:
@@ -100,6 +103,7 @@ class Chart:
         """For Plotly.newPlot: `data` and `layout`."""
         traces = [_trace(line, number) for number, line in enumerate(self.lines)]
         named = {"type": "category", "categoryorder": "array", "categoryarray": self._names()} if self.has_names else {}
+        named |= {"type": "log"} if self.is_log else {}
         is_stacked = any(line.form == "stacked" for line in self.lines)
         layout: dict[str, Any] = {
             "xaxis": {"title": {"text": _text(self.x)}, **named},
@@ -129,6 +133,8 @@ class Chart:
             if names:
                 shown = range(0, len(names), -(-len(names) // 12))
                 axes.set_xticks(list(shown), [_plain(names[place]) for place in shown], rotation=20, ha="right")
+            if self.is_log:
+                axes.set_xscale("log")
             for name, y in self.limits:
                 axes.axhline(y, color=COLORS[4], linestyle=":", linewidth=1)
                 axes.annotate(_plain(name), (0.01, y), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
@@ -148,9 +154,10 @@ def _draw(axes: Any, line: Line, number: int, names: list[str], bottom: dict[Any
     places = [names.index(str(each)) if names else each for each in x]
     values = [float("nan") if each is None else each for each in y]
     style = {"color": COLORS[number % len(COLORS)], "label": _plain(line.name)}
-    if line.form == "line":
+    if line.form in ("line", "steps"):
         mark = {"marker": "o", "markersize": 3} if len(x) <= 20 else {}
-        axes.plot(places, values, linestyle=_SVG_DASHES[number % 4], linewidth=1.2, **mark, **style)
+        kind = {"drawstyle": "steps-post"} if line.form == "steps" else {}
+        axes.plot(places, values, linestyle=_SVG_DASHES[number % 4], linewidth=1.2, **kind, **mark, **style)
     elif line.form == "points":
         axes.scatter(places, values, s=12, marker=_MARKERS[number % 4], **style)
     else:
@@ -169,7 +176,9 @@ def _trace(line: Line, number: int) -> dict[str, Any]:
     if line.form == "points":
         return {**trace, "type": "scatter", "mode": "markers", "marker": {"color": color, "symbol": number % 4}}
     mode = "lines+markers" if len(x) <= 20 else "lines"
-    return {**trace, "type": "scatter", "mode": mode, "line": {"color": color, "dash": _DASHES[number % 4], "width": 2}}
+    stroke = {"color": color, "dash": _DASHES[number % 4], "width": 2}
+    stroke |= {"shape": "hv"} if line.form == "steps" else {}
+    return {**trace, "type": "scatter", "mode": mode, "line": stroke}
 
 
 def thinned(x: Sequence[Value], y: Sequence[Value]) -> tuple[list[Value], list[Value]]:

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hotlap.report.chart import Chart, Line, Value
-from hotlap.report.page import Page, Section, Table
-from hotlap.research import board
+from hotlap.report.page import Page, Section, Table, cell
+from hotlap.research import board, proposer
 from hotlap.research.history import History
 
+_MOST_CONFIGURATIONS = 1000
 _ROLES = ("baseline", "screen", "confirm", "sentinel", "verify")
 
 
@@ -27,10 +28,15 @@ def page_of(name: str, history: History, made_at: str) -> Page:
     sections = [
         Section("found", "What was found", charts=charts[:1], tables=[_entries(found["entries"])]),
         Section("decisions", "Decisions", tables=[_decisions(found["decisions"])]),
-        Section("axes", "Axes", charts=_responses(plots)),
+        Section("axes", "Axes", charts=_responses(plots, _expected(history))),
         Section("checks", "Is the search honest?", charts=charts[1:]),
     ]
     return Page(f"Study {name}", made_at, sections, facts)
+
+
+def _expected(history: History) -> dict[str, list[list[Any]]]:
+    """Its time grows with the third power of the number of configurations."""
+    return proposer.responses(history) if len(history.groups) <= _MOST_CONFIGURATIONS else {}
 
 
 def _progress(plots: Mapping[str, Any]) -> Chart:
@@ -43,7 +49,11 @@ def _progress(plots: Mapping[str, Any]) -> Chart:
     ]
     steps = [(places[run_id], loss) for run_id, loss in plots["anchor"] if run_id in places]
     if steps:
-        lines.append(Line("anchor", [at for at, _ in steps], [loss for _, loss in steps]))
+        x, y = [*(at for at, _ in steps), len(runs)], [*(loss for _, loss in steps), steps[-1][1]]
+        lines.append(Line("anchor", x, y, "steps"))
+        band = 2 * (plots["noise"] or 0.0)
+        lines += [Line(f"anchor {sign} 2 s.d. of a run", x, [loss + by for loss in y], "steps")
+                  for sign, by in (("+", band), ("-", -band)) if band]  # fmt: skip
     seen = [run[3] for run in runs if run[3] is not None]
     floors = [(f"{name} counts", value) for name, value in plots["floors"].items() if seen and value < max(seen) + 0.2]
     failed = sum(run[3] is None for run in runs)
@@ -52,18 +62,24 @@ def _progress(plots: Mapping[str, Any]) -> Chart:
     return Chart("progress", "Progress", "run", "nats per byte", lines, says, floors)
 
 
-def _responses(plots: Mapping[str, Any]) -> list[Chart]:
-    """Loss over every axis, for configurations that are the anchor but for that axis."""
+def _responses(plots: Mapping[str, Any], expected: Mapping[str, Sequence[Any]]) -> list[Chart]:
+    """Loss over every axis, for configurations that are the anchor but for that axis; and what all past runs together
+    say of it."""
     charts: list[Chart] = []
     for number, (name, points) in enumerate(plots["response"].items()):
         if not points:
             continue
         is_named = any(isinstance(value, str | bool | None) for value, _ in points)
         x = [str(value) if is_named else value for value, _ in points]
-        line = Line("loss", x, [loss for _, loss in points], "points")
+        lines = [Line("loss", x, [loss for _, loss in points], "points")]
+        said = [] if is_named else expected.get(name, [])
+        places = [value for value, _, _ in said]
+        for label, by in (("expected", 0.0), ("expected + 2 s.d.", 2.0), ("expected - 2 s.d.", -2.0)):
+            lines += [Line(label, places, [mean + by * sd for _, mean, sd in said])] if said else []
         best, lowest = min(points, key=lambda point: point[1])
-        says = f"{len(points)} runs that are the anchor but for this axis; lowest at {best}: {lowest:.4f}."
-        charts.append(Chart(f"axis-{number}", f"Axis {name}", name, "nats per byte", [line], says))
+        says = f"{len(points)} runs that are the anchor but for this axis; lowest at {cell(best)}: {lowest:.4f}."
+        is_log = bool(places) and min(places) > 0 and max(places) > 20 * min(places)
+        charts.append(Chart(f"axis-{number}", f"Axis {name}", name, "nats per byte", lines, says, is_log=is_log))
     return charts
 
 
@@ -132,4 +148,4 @@ def _decisions(decisions: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _change(change: Mapping[str, Any] | None) -> str | None:
-    return None if change is None else f"{change['axis']}: {change['old']} → {change['new']}"
+    return None if change is None else f"{change['axis']}: {cell(change['old'])} → {cell(change['new'])}"
