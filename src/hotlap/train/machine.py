@@ -13,7 +13,7 @@ import hotlap
 
 def use_threads(num_threads: int) -> int:
     torch.set_num_threads(num_threads)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms does, which imports the compiler
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return num_threads
 
