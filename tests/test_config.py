@@ -340,7 +340,6 @@ OTHER_VALUES: dict[str, Any] = {
     "techniques.fused_projections": True,
     "techniques.staged": {"after_step": 8, "tail_passes": 2},
     "techniques.integrated_lr": 0.01,
-    "techniques.compile": True,
     "techniques.kernels": True,
     "train.neftune_alpha": 5.0,
     "slice.gradient_checkpointing": True,

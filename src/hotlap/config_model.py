@@ -12,7 +12,8 @@ Precision = Literal["float32", "bfloat16", "float16"]
 class ModelConfig(Config):
     precision: Literal["auto"] | Precision = "auto"
     """Numbers of the base model's weights and activations. `auto` is bfloat16 where this machine computes it at least
-    about as fast as float32, found out at the first slice and kept with the run. The adapter is float32 in any case."""
+    about as fast as float32, found out at the first slice and kept with the run. The adapter is float32 unless
+    `techniques.adapter_precision` says otherwise."""
 
     quantization: Literal["nf4", "int8"] | None = None
     """Keep the frozen weights of the decoder's linear modules in 4 or 8 bits. Absent: they stay as they are."""

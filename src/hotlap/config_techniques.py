@@ -48,9 +48,6 @@ class TechniquesConfig(Config):
     """The learning rates of all steps add up to this, however many steps there are; `optim.lr` is then only the scale
     that is taken out again. Absent: `optim.lr` is the peak."""
 
-    compile: bool = False
-    """Compile the layers with torch.compile, if a trial at the first slice says that the run repays it."""
-
     kernels: bool = False
     """Use Liger's kernels for norms, rotation and feed-forward on a GPU, if the package is there."""
 
@@ -91,6 +88,5 @@ _LEARNED = (
     "fused_projections",
     "staged",
     "integrated_lr",
-    "compile",
     "kernels",
 )

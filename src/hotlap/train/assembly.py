@@ -11,6 +11,7 @@ from hotlap.data.render import Renderer
 from hotlap.errors import AuditFailed, ConfigError
 from hotlap.train import model, optim
 from hotlap.train.context import Context
+from hotlap.train.kernels import use_kernels
 from hotlap.train.opening import OpenedRun
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -33,8 +34,12 @@ def assemble(opened: OpenedRun, context: Context) -> tuple[model.AdaptedModel, t
             f"The tokenizer has {len(new_rows)} tokens more than the model has embedding rows. They get rows that are "
             f"trained and saved with the adapter; its folder has the tokenizer, from which PEFT sees how many."
         )
+    if config.techniques.kernels:
+        use_kernels(base, context.say)
     name = artifacts.base_name(config.base_model, opened.model_folder)
-    adapted = model.attach_lora(base, config.lora, identity.seed, name, config.train.neftune_alpha, new_rows)
+    adapted = model.attach_lora(
+        base, config.lora, identity.seed, name, config.train.neftune_alpha, new_rows, config.techniques
+    )
     if config.lora.init_from is not None:
         _warm_start(adapted, Path(config.lora.init_from))
     if config.slice.gradient_checkpointing:

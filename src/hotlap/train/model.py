@@ -13,14 +13,18 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save
 
 from hotlap.config import LoraConfig
+from hotlap.config_techniques import TechniquesConfig, chunk_positions
 from hotlap.errors import AuditFailed, ConfigError
 from hotlap.train.base import decoder_linears, is_linear, load_base
+from hotlap.train.fused import fuse
+from hotlap.train.loss import Head
 from hotlap.train.optim import Named
 
 __all__ = ["AdaptedModel", "attach_lora", "load_base"]
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
+_PLAIN = TechniquesConfig()
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 # B rows, T positions, D model width, N positions that predict, V vocabulary
@@ -32,7 +36,9 @@ class AdaptedModel:
     `parameters` has each of them once, `saved` tied ones under each of their names, as PEFT reads and writes them.
     """
 
-    def __init__(self, peft_model: PeftModel, neftune_alpha: float | None = None) -> None:
+    def __init__(
+        self, peft_model: PeftModel, neftune_alpha: float | None = None, techniques: TechniquesConfig = _PLAIN
+    ) -> None:
         self.peft_model = peft_model
         causal_lm: Any = peft_model.get_base_model()
         self._text_config: Any = causal_lm.config.get_text_config()
@@ -41,6 +47,7 @@ class AdaptedModel:
         self._dtype: torch.dtype = causal_lm.dtype
         self.device: torch.device = causal_lm.device
         self._window = sliding_window_of(self._text_config)
+        self.loss_chunk = chunk_positions(self._text_config.vocab_size) if techniques.chunked_loss else None
         self.saved: Named = _named_as_saved(peft_model)
         last = {id(parameter): name for name, parameter in sorted(self.saved.items())}
         self.parameters: Named = {name: self.saved[name] for name in sorted(last.values())}
@@ -48,6 +55,16 @@ class AdaptedModel:
         if neftune_alpha is not None:
             self._neftune_alpha = neftune_alpha
             causal_lm.get_input_embeddings().register_forward_hook(self._with_noise)
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The decoder's layers, from the input to the output."""
+        return list(self._decoder.layers)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def layers_share(self) -> bool:
+        """Whether layers take keys and values from others below them, as Gemma 4's upper ones do."""
+        return bool(getattr(self._text_config, "num_kv_shared_layers", 0))
 
     @property
     def starts_from_base(self) -> bool:
@@ -71,12 +88,18 @@ class AdaptedModel:
                 use_cache=False,
             ).last_hidden_state
 
+    @property
+    def head(self) -> Head:
+        trained = tuple(parameter for parameter in self._lm_head.parameters() if parameter.requires_grad)
+        return Head(self._uncapped, trained, getattr(self._text_config, "final_logit_softcapping", None))
+
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """`[..., V]` in float32, with the model's soft cap."""
+        return self.head.logits(hidden_ND)
+
+    def _uncapped(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         with self.autocast():
-            logits_NV = self._lm_head(hidden_ND).float()
-        cap: float | None = getattr(self._text_config, "final_logit_softcapping", None)
-        return logits_NV if cap is None else torch.tanh(logits_NV / cap) * cap
+            return self._lm_head(hidden_ND)
 
     def recompute_activations(self) -> None:
         """Keep no activations of a layer; compute them again in the backward pass, random numbers included."""
@@ -118,8 +141,10 @@ def attach_lora(
     base_name: str,
     neftune_alpha: float | None = None,
     new_rows: list[int] | None = None,
+    techniques: TechniquesConfig = _PLAIN,
 ) -> AdaptedModel:
-    """A new adapter, drawn from `seed`, that changes nothing before the first step. Its parameters are float32.
+    """A new adapter, drawn from `seed`, that changes nothing before the first step. Its parameters are float32, unless
+    `techniques.adapter_precision` is the model's.
 
     `new_rows` are embedding rows of added tokens, which are trained as well.
 
@@ -150,10 +175,14 @@ def attach_lora(
     except ValueError as error:
         raise ConfigError(f"lora.target_modules = {config.target_modules!r} does not fit this model: {error}") from None
     assert isinstance(model, PeftModel)
+    of_base: Any = model.get_base_model().dtype
+    precision = torch.float32 if techniques.adapter_precision == "float32" else of_base
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return AdaptedModel(model, neftune_alpha)
+            parameter.data = parameter.data.to(precision)
+    if techniques.fused_projections:
+        fuse(model)
+    return AdaptedModel(model, neftune_alpha, techniques)
 
 
 def _targets(base: Any, config: LoraConfig) -> str | list[str]:

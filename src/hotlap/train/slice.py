@@ -130,9 +130,9 @@ def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dic
 
 
 def _imports(config: RunConfig) -> AbstractContextManager[None]:
-    """Quantized weights need bitsandbytes, and compiled layers the compiler."""
+    """Quantized weights need bitsandbytes, and Liger's kernels the compiler."""
     techniques = config.techniques
-    is_lean = techniques.lean_imports and not techniques.compile and config.model.quantization is None
+    is_lean = techniques.lean_imports and not techniques.kernels and config.model.quantization is None
     return lean_imports() if is_lean else nullcontext()
 
 
