@@ -7,7 +7,7 @@ be imported as ever.
 """
 
 import importlib
-import importlib.machinery
+import importlib.util
 import importlib.metadata
 import sys
 from collections.abc import Callable, Generator
