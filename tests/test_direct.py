@@ -134,7 +134,8 @@ heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "bitsan
 found = {"loaded": [name for name in heavy if name in sys.modules]}
 # Afterwards, everything can be imported and does what it does.
 stock = base.load_base(folder, is_direct=False)
-found["stock"] = torch.equal(stock(tokens_BT).logits, direct.load(folder, torch.float32, tokens_BT.device)(tokens_BT).logits)
+again = direct.load(folder, torch.float32, tokens_BT.device)
+found["stock"] = torch.equal(stock(tokens_BT).logits, again(tokens_BT).logits)
 found["generated"] = stock.generate(tokens_BT, max_new_tokens=2, do_sample=False).shape[1]
 optim.build(ours.parameters, OptimConfig(kind="adamw8bit"))
 import torch._dynamo

@@ -7,8 +7,8 @@ be imported as ever.
 """
 
 import importlib
-import importlib.util
 import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
