@@ -2,8 +2,8 @@
 
 `python -m benchmarks.goodput MODEL_FOLDER [--caps 60 300] [--trl-python PYTHON]`. A run's first slice of one step makes
 the data ready; then resumed slices of 256-token steps go to their caps in rank 16. Resuming and publishing are timed in
-a rank whose adapter has about 20 million parameters. Starts are timed with every start technique and with none, in turn,
-and beside TRL's script where its Python is given. Prints one JSON object, and writes it to `benchmarks/results/`.
+a rank whose adapter has about 20 million parameters. Starts are timed with every start technique and with none, and
+beside TRL's script where its Python is given, in turn. Prints one JSON object, and writes it to `benchmarks/results/`.
 """
 
 import argparse
