@@ -8,6 +8,7 @@ writes it to benchmarks/results/compile.json.
 import argparse
 import json
 import math
+import os
 import statistics
 import time
 from pathlib import Path
@@ -20,6 +21,12 @@ REPEATS = 3
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--fused", action="store_true")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as slices have it
     import torch
 
     from hotlap.config import LoraConfig
@@ -28,11 +35,6 @@ def main() -> None:
     from hotlap.train.machine import use_threads
     from hotlap.train.step import Batch, batch_loss
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--fused", action="store_true")
-    arguments = parser.parse_args()
     use_threads(arguments.threads)
     techniques = TechniquesConfig(fused_projections=arguments.fused)
     base = model.load_base(arguments.model)

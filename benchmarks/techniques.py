@@ -5,7 +5,8 @@ their own processes a variant and seed, the variants in turn. It starts no run w
 where it stopped when it is called again: what was measured is in benchmarks/results/techniques.jsonl, a line a run.
 The summary is printed and goes to benchmarks/results/techniques.json: ratios to `off` of the same seed.
 
-The techniques are told by the table `[techniques]` itself, so a new switch is measured as soon as there is one.
+`off` has every technique off, also those that are on by default. They are told by the table `[techniques]` itself, so
+a new one is measured as soon as it is there.
 """
 
 import argparse
@@ -33,42 +34,32 @@ STAGED = {"after_step": 8, "top_layers": 8, "tail_passes": 2}
 ONLY_ON_A_GPU = {"kernels"}
 
 
-def switches() -> dict[str, dict[str, Any]]:
-    """Settings of each technique alone; those that are a plain switch are found, so that none is forgotten."""
-    plain = [
-        name
-        for name, info in TechniquesConfig.model_fields.items()
-        if info.annotation is bool and name not in ONLY_ON_A_GPU
-    ]
-    return {
-        **{name: {"techniques": {name: not TechniquesConfig.model_fields[name].default}} for name in plain},
-        "pruned targets": {"lora": {"target_modules": SIX}},
-        "staged": {"techniques": {"staged": STAGED}},
-    }
+def plain_switches() -> list[str]:
+    """Those that are on or off and nothing else. They are found, so that none is forgotten."""
+    fields = TechniquesConfig.model_fields.items()
+    return [name for name, info in fields if info.annotation is bool and name not in ONLY_ON_A_GPU]
 
 
 def variants() -> dict[str, dict[str, Any]]:
-    alone = switches()
-    everything: dict[str, Any] = {}
-    for settings in alone.values():
-        for section, values in settings.items():
-            everything[section] = {**everything.get(section, {}), **values}
-    everything["techniques"] |= {"adapter_precision": "model"}
-    # A quarter fewer steps, and the same sum of learning rates.
-    sum_of_rates = sum(row_lr(step) for step in range(1, NUM_STEPS + 1))
-    shorter = {"techniques": {"integrated_lr": sum_of_rates}, "train": {"max_steps": NUM_STEPS * 3 // 4}}
+    """Settings beside `off`, in which every plain switch is off."""
     sixteen = {"model": {"precision": "bfloat16"}}
+    # A quarter fewer steps, and the same sum of learning rates.
+    sum_of_rates = sum(lr_of(step) for step in range(1, NUM_STEPS + 1))
+    shorter = {"techniques": {"integrated_lr": sum_of_rates}, "train": {"max_steps": NUM_STEPS * 3 // 4}}
+    every = {**dict.fromkeys(plain_switches(), True), "staged": STAGED, "adapter_precision": "model"}
     return {
         "off": {},
-        **alone,
+        **{name: {"techniques": {name: True}} for name in plain_switches()},
+        "pruned targets": {"lora": {"target_modules": SIX}},
+        "staged": {"techniques": {"staged": STAGED}},
         "fewer steps, same integrated lr": shorter,
         "bfloat16 base": sixteen,
         "bfloat16 base and adapter": {**sixteen, "techniques": {"adapter_precision": "model"}},
-        "everything": everything,
+        "everything": {"lora": {"target_modules": SIX}, "techniques": every},
     }
 
 
-def row_lr(step: int) -> float:
+def lr_of(step: int) -> float:
     from hotlap.config import OptimConfig
     from hotlap.train.optim import lr_at
 
@@ -82,6 +73,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=None)
     arguments = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as slices have it
     names = [name for name in variants() if arguments.only is None or name in {"off", *arguments.only}]
     until_s = time.monotonic() + 60.0 * arguments.minutes
     ROWS.parent.mkdir(exist_ok=True)
@@ -126,6 +118,7 @@ def config_of(model: Path, scratch: Path, name: str, seed: int) -> RunConfig:
         "model": {"precision": "float32"},
         "optim": {"lr": PEAK_LR, "warmup_steps": 2},
         "train": {"max_steps": NUM_STEPS, "micro_batch_rows": 2},
+        "techniques": dict.fromkeys(plain_switches(), False),
     }
     for section, values in variants()[name].items():
         tree[section] = {**tree.get(section, {}), **values}

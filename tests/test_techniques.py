@@ -127,6 +127,24 @@ def test_fusing_holds_no_weight_twice(tiny_model: Path) -> None:
     assert held(TechniquesConfig(fused_projections=True)) == held(TechniquesConfig())
 
 
+def test_a_fused_model_gives_the_same_answer(tiny_model: Path) -> None:
+    """Token by token with a cache, as the samples at an evaluation are made."""
+    import torch
+
+    from hotlap.train import model
+
+    answers: list[list[int]] = []
+    for is_fused in (False, True):
+        techniques = TechniquesConfig(fused_projections=is_fused)
+        adapted = model.attach_lora(model.load_base(tiny_model), LoraConfig(rank=4), 0, "b", techniques=techniques)
+        moved(adapted)
+        adapted.peft_model.eval()
+        with torch.inference_mode():
+            given: Any = {"input_ids": torch.arange(40, 50)[None], "max_new_tokens": 12, "do_sample": False}
+            answers.append(adapted.peft_model.generate(**given, pad_token_id=256).tolist())
+    assert answers[0] == answers[1]
+
+
 # --- every pair, in runs ---
 
 PAIRED: dict[str, dict[str, Any]] = {
@@ -269,6 +287,32 @@ def test_the_boundary_is_where_it_belongs_in_every_family(tmp_path: Path, family
     assert len(calls) == 1
     assert 0 < len(stage.active) < len(expected)
     assert stage._kept == {}
+
+
+def test_fused_and_staged_layers_may_be_recomputed(tiny_model: Path) -> None:
+    """Gradient checkpointing runs a layer twice, and stops the second time as soon as it has what it needs."""
+    import torch
+
+    from hotlap.config_techniques import StagedConfig
+    from hotlap.data.order import Order
+    from hotlap.train import model
+    from hotlap.train.staged import Stage
+
+    both = TechniquesConfig(fused_projections=True, chunked_loss=True)
+    adapted = model.attach_lora(model.load_base(tiny_model), LoraConfig(rank=4), 0, "b", techniques=both)
+    moved(adapted)
+    adapted.peft_model.train()
+    plain, expected = loss_and_gradients(adapted)
+    adapted.recompute_activations()
+    recomputed, found = loss_and_gradients(adapted)
+    assert recomputed == plain
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    stage = Stage(adapted, StagedConfig(after_step=1, tail_passes=2), Order(0, 2, 1, 5, 5, 1, 2))
+    stage.begin(torch.optim.AdamW([{"params": list(adapted.parameters.values())}]))
+    for step in (2, 4):
+        staged, found = loss_and_gradients(adapted, stage.hidden_of(step, 1, 0))
+        assert staged == plain
+        assert all(torch.equal(found[name], expected[name]) for name in stage.active)
 
 
 def test_what_cannot_be_staged_is_refused(tmp_path: Path) -> None:

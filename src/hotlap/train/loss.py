@@ -44,7 +44,7 @@ def summed_loss(head: Head, hidden_ND: torch.Tensor, next_N: torch.Tensor, chunk
     differentiated again.
     """
     if hidden_ND.shape[0] == 0:
-        return hidden_ND.sum() * 0.0
+        return hidden_ND.float().sum() * 0.0
     if chunk is None:
         return _plain(head, hidden_ND, next_N)
     if not torch.is_grad_enabled():
