@@ -13,6 +13,7 @@ import hotlap
 from hotlap.cli.budget import budget
 from hotlap.cli.demo import demo
 from hotlap.cli.doctor import doctor
+from hotlap.cli.export import export
 from hotlap.cli.generate import generate
 from hotlap.cli.init import init
 from hotlap.cli.launch import launch
@@ -42,7 +43,7 @@ def cli() -> None:
     """
 
 
-_HERE = (demo, init, doctor, prefetch, preview, train, runs, logs, stop, generate, research, speedrun)
+_HERE = (demo, init, doctor, prefetch, preview, train, runs, logs, stop, generate, export, research, speedrun)
 _RENTED = (launch, machines, reap, budget, volume, pull)
 for command in (*_HERE, *_RENTED):
     cli.add_command(command)
