@@ -23,6 +23,7 @@ from hotlap.cli.preview import preview
 from hotlap.cli.reap import reap
 from hotlap.cli.research import research
 from hotlap.cli.runs import logs, runs, stop
+from hotlap.cli.serve import bench, serve
 from hotlap.cli.speedrun import speedrun
 from hotlap.cli.train import train
 from hotlap.cli.volume import pull, volume
@@ -43,9 +44,10 @@ def cli() -> None:
     """
 
 
-_HERE = (demo, init, doctor, prefetch, preview, train, runs, logs, stop, generate, export, research, speedrun)
+_HERE = (demo, init, doctor, prefetch, preview, train, runs, logs, stop, generate, research, speedrun)
+_EXPORTS = (export, serve, bench)
 _RENTED = (launch, machines, reap, budget, volume, pull)
-for command in (*_HERE, *_RENTED):
+for command in (*_HERE, *_EXPORTS, *_RENTED):
     cli.add_command(command)
 
 

@@ -3,12 +3,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 if TYPE_CHECKING:
-    from hotlap.export.folders import Exported, Tuned
+    from hotlap.export.folders import Tuned
 
 Form = Literal["merge", "fp8", "gguf"]
 _OUTPUT_DIR = click.option(
@@ -32,16 +32,38 @@ Example:
     type=click.Choice(["base", "float32", "bfloat16", "float16"]),
     help="Of the merged weights.",
 )
+@click.option(
+    "--type",
+    "kind",
+    default="q8_0",
+    show_default=True,
+    type=click.Choice(["f16", "q8_0", "q4_k_m"]),
+    help="Of the matrices in a GGUF file; q4_k_m by your llama.cpp.",
+)
+@click.option(
+    "--llama-quantize", type=click.Path(path_type=Path, exists=True), help="llama.cpp's program, if not on the PATH."
+)
 @click.option("--json", "as_json", is_flag=True, help="Folder and report as JSON.")
-def export(form: Form, run: str, output_dir: Path, precision: str, as_json: bool) -> None:
+def export(
+    form: Form, run: str, output_dir: Path, precision: str, kind: str, llama_quantize: Path | None, as_json: bool
+) -> None:
     """Make a model of RUN's best adapter, in RUN's folder under export/.
 
-    merge: one ordinary model folder; its logits are those of base and adapter, or it is not published.
+    merge: one ordinary model folder; its logits are those of base and adapter, or it is not published. fp8: weights in
+    FP8 for vLLM, half as large, by llm-compressor (hotlap prefetch --tool fp8). gguf: one file for llama.cpp, loaded
+    back and compared. What is here already is verified.
     """
-    from hotlap.export import folders
-
     tuned = tuned_of(run, output_dir, talk)
-    made = folders.merged(tuned, precision, talk)
+    if form == "merge":
+        from hotlap.export import folders
+
+        made = folders.merged(tuned, precision, talk)
+    elif precision != "base":
+        raise click.UsageError(f"--precision is for merge; {form} has a precision of its own.")
+    else:
+        from hotlap.export import quantize
+
+        made = quantize.fp8(tuned, talk) if form == "fp8" else quantize.gguf(tuned, kind, llama_quantize, talk)
     if as_json:
         click.echo(json.dumps({"folder": str(made.folder), **made.facts}))
     else:
@@ -70,7 +92,7 @@ def tuned_of(run: str, output_dir: Path, say: Callable[[str], None]) -> "Tuned":
         run=folder.path,
         base_ref=identity.trajectory["base_model"],
         base=base,
-        adapter=choice.folder,
+        adapter=choice.folder.absolute(),
         step=choice.step,
         model=model,
         chat_template=Path(template) if template else None,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import clock, durable
-from hotlap.errors import CorruptFile, StorageFailed, UsageError
+from hotlap.errors import CorruptFile, StorageFailed, UsageError, storage_errors
 from hotlap.export.task import Say, run_task
 
 
@@ -67,16 +67,15 @@ def merged(tuned: Tuned, precision: str, say: Say) -> Exported:
     def build(staged: Path) -> dict[str, Any]:
         return run_task("hotlap.export.merge", {**order, "target": str(staged)}, "The merge", say)
 
-    return published(folder_of(tuned.run, "merged"), identity, build, say)
+    name = "merged" if precision == "base" else f"merged-{precision}"
+    return published(folder_of(tuned.run, name), identity, build, say)
 
 
 def folder_of(run: Path, kind: str) -> Path:
     return run / "export" / kind
 
 
-def published(
-    final: Path, identity: dict[str, Any], build: Callable[[Path], dict[str, Any]], say: Say
-) -> Exported:
+def published(final: Path, identity: dict[str, Any], build: Callable[[Path], dict[str, Any]], say: Say) -> Exported:
     """The export with this identity: the one that is here if it is whole, else a new one in its place. `build` fills a
     folder that does not exist yet, every file synced, and gives the report."""
     if (found := _present(final)) is not None:
@@ -123,3 +122,15 @@ def _remove_leftovers(final: Path) -> None:
 def _remove_quietly(staged: Path) -> None:
     with suppress(OSError, StorageFailed):
         durable.remove_tree(staged)
+
+
+def sync_all(folder: Path, like: Path) -> None:
+    """What another program has written is on the disk, and may be read by whoever may read `like`."""
+    mode = (like / "config.json").stat().st_mode
+    with storage_errors(folder):
+        for path in folder.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)
+            durable.disk.sync(path)
+        if (folder / durable.MANIFEST).exists():
+            durable.disk.remove(folder / durable.MANIFEST)

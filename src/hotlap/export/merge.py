@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hotlap.train  # isort: skip  # noqa: F401  (before torch, for which it sets the environment)
 import torch
 
 from hotlap import durable, hub
@@ -201,9 +202,7 @@ def _copy_others(base: Path, target: Path, weights: set[Path], template: Path | 
         durable.replace(target / "chat_template.jinja", template.read_bytes())
 
 
-def _describe(
-    base: Path, target: Path, entries: dict[str, Entry], changes: dict[str, Change], precision: str
-) -> None:
+def _describe(base: Path, target: Path, entries: dict[str, Entry], changes: dict[str, Change], precision: str) -> None:
     """Configuration and index, where the weights differ from what they say; otherwise they stay as they were."""
     config: dict[str, Any] = json.loads((base / "config.json").read_bytes())
     text = config.get("text_config", config)

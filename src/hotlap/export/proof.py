@@ -9,7 +9,6 @@ quantized run was trained against is another base: there the loss on the run's o
 import math
 import re
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ import torch
 from peft import PeftModel
 
 from hotlap.config import ModelConfig
-from hotlap.data import packed
-from hotlap.data.readers import Message
-from hotlap.data.render import Renderer
-from hotlap.errors import CorruptFile, ProofFailed
+from hotlap.errors import ProofFailed
 from hotlap.export import prompts, tensors
+from hotlap.export.prompts import Row
 from hotlap.export.task import Say
 from hotlap.train.base import load_base
 from hotlap.train.generate import num_tokens_of, trained_rows_of
@@ -38,18 +35,9 @@ _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer|\.modules_to_save\.def
 
 _NUM_PROMPTS = 8
 _MOST_TOKENS = 96
-_MOST_LOSS_TOKENS = 4096
 _MEMORY_FACTOR = 1.5
 
 # T tokens of a prompt, V vocabulary
-
-
-@dataclass(frozen=True)
-class Row:
-    """Tokens, and which of them count in a loss."""
-
-    tokens: list[int]
-    is_trained: list[bool]
 
 
 def prove(
@@ -68,9 +56,9 @@ def prove(
     settings = ModelConfig(precision=_precision(base, say))
     rows = _rows(merged, adapter)
     plain, tuned, reference = _unmerged(base, adapter, settings, rows, merged)
-    ours = _logits(load_base(merged, settings), rows)
+    ours = logits_of(load_base(merged, settings), rows)
     spread = float(torch.cat([each.flatten() for each in tuned]).std())
-    exact, rounding, effect = (_error(a, b) / spread for a, b in ((ours, reference), (ours, tuned), (tuned, plain)))
+    exact, rounding, effect = (error(a, b) / spread for a, b in ((ours, reference), (ours, tuned), (tuned, plain)))
     limit = ROUNDING[_word(merged)]
     found: dict[str, Any] = {
         "error_to_exact_merge": exact,
@@ -93,12 +81,12 @@ def prove(
         say("Rounding moves the logits more than the adapter does. Export with --precision float32, or train more.")
     if quantization:
         trained = ModelConfig(**{**quantization, "precision": settings.precision})
-        found |= _against_trained(base, adapter, merged, trained, loss_rows(fingerprints, merged), say)
+        found |= _against_trained(base, adapter, merged, trained, prompts.loss_rows(fingerprints, merged), say)
     return found
 
 
 def _against_trained(
-    base: Path, adapter: Path, merged: Path, trained: ModelConfig, rows: "tuple[list[Row], str]", say: Say
+    base: Path, adapter: Path, merged: Path, trained: ModelConfig, rows: tuple[list[Row], str], say: Say
 ) -> dict[str, Any]:
     """The loss of what was trained, an adapter on a quantized base, and of the merged model."""
     kept, what = rows
@@ -126,37 +114,9 @@ def _against_trained(
 
 
 def _rows(model_folder: Path, adapter: Path) -> list[list[int]]:
-    renderer = Renderer(model_folder)
-    asked = prompts.load()["ordinary"][:_NUM_PROMPTS]
-    rows = [renderer.encode_prompt([Message("user", prompt)])[:_MOST_TOKENS] for prompt in asked]
+    rows = [tokens[:_MOST_TOKENS] for tokens in prompts.encoded(model_folder)[:_NUM_PROMPTS]]
     added = sorted({row for trained in trained_rows_of(adapter).values() for row in trained})
     return [*rows, *([added[:_MOST_TOKENS]] if added else [])]
-
-
-def loss_rows(fingerprints: dict[str, str], model_folder: Path) -> tuple[list[Row], str]:
-    """Rows on which a loss says something, and what they are: of the run's held-out data where it is here, else of
-    its training data, else the frozen prompts."""
-    for kind, words in (("held_out", "held-out rows"), ("train", "training rows")):
-        try:
-            dataset = packed.open_packed(fingerprints[kind]) if kind in fingerprints else None
-        except CorruptFile:
-            dataset = None
-        if dataset is not None:
-            return _first(dataset), words
-    renderer = Renderer(model_folder)
-    encoded = [renderer.encode_prompt([Message("user", prompt)]) for prompt in prompts.load()["ordinary"]]
-    return [Row(tokens, [True] * len(tokens)) for tokens in encoded], "the frozen prompts"
-
-
-def _first(dataset: packed.PackedDataset) -> list[Row]:
-    rows: list[Row] = []
-    num_tokens = 0
-    for tokens_T, is_trained_T in dataset.examples():
-        if rows and num_tokens + len(tokens_T) > _MOST_LOSS_TOKENS:
-            break
-        rows.append(Row(tokens_T.tolist(), is_trained_T.tolist()))
-        num_tokens += len(tokens_T)
-    return rows
 
 
 # --- what they answer ---
@@ -169,15 +129,15 @@ def _unmerged(
     as the merged files are."""
     model = _adapted(load_base(base, settings, num_tokens_of(adapter)), adapter)
     with model.disable_adapter():
-        plain = _logits(model, rows)
-    tuned = _logits(model, rows)
+        plain = logits_of(model, rows)
+    tuned = logits_of(model, rows)
     model.merge_adapter()
     words = {entry.name: entry.dtype for entry in tensors.all_entries(merged).values()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             word = words.get(_WRAPPED.sub("", name), _word(merged))
             parameter.copy_(parameter.to(_DTYPES[word]))
-    return plain, tuned, _logits(model, rows)
+    return plain, tuned, logits_of(model, rows)
 
 
 def _adapted(base: Any, adapter: Path) -> Any:
@@ -186,7 +146,7 @@ def _adapted(base: Any, adapter: Path) -> Any:
     return PeftModel.from_pretrained(base, str(adapter)).eval()
 
 
-def _logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+def logits_of(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     """`[T, V]` of each row, in float32."""
     with torch.inference_mode():
         return [
@@ -195,7 +155,7 @@ def _logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
         ]
 
 
-def _error(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
+def error(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
     squares = sum(float((a - b).double().square().sum()) for a, b in zip(first, second, strict=True))
     return math.sqrt(squares / sum(each.numel() for each in first))
 
@@ -204,7 +164,7 @@ def mean_loss(model: Any, rows: list[Row]) -> float:
     """Nats per trained token."""
     nats, count = 0.0, 0
     for row in rows:
-        (logits_TV,) = _logits(model, [row.tokens])
+        (logits_TV,) = logits_of(model, [row.tokens])
         targets_T = torch.tensor(row.tokens[1:])
         kept_T = torch.tensor(row.is_trained[1:])
         losses_T = torch.nn.functional.cross_entropy(logits_TV[:-1], targets_T, reduction="none")
@@ -236,4 +196,3 @@ def _word(folder: Path) -> str:
     """The least precise type of a folder's weights, in safetensors' words."""
     present = {entry.dtype for entry in tensors.all_entries(folder).values()}
     return next(word for word in _DTYPES if word in present)
-

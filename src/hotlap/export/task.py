@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hotlap import child, clock, durable, errors
@@ -20,12 +20,15 @@ def run_task(module: str, order: dict[str, Any], what: str, say: Say, patience_s
         ChildCrashed: it was killed, ended without a word, or took longer than `patience_s`.
         KeyboardInterrupt: somebody asked to stop.
     """
-    argv = [sys.executable, "-m", module, durable.canonical_json(order)]
-    end = child.run_child(argv, clock.Deadline(clock.monotonic_s() + patience_s), lambda event: None, say)
-    return result_of(end, what, patience_s)
+    return run_program([sys.executable, "-m", module], order, what, say, patience_s)
 
 
-def result_of(end: child.ChildEnd, what: str, patience_s: float) -> dict[str, Any]:
+def run_program(
+    argv: Sequence[str], order: dict[str, Any], what: str, say: Say, patience_s: float = 7200.0
+) -> dict[str, Any]:
+    """The same of a program that takes the order as its last argument."""
+    text = durable.canonical_json(order)
+    end = child.run_child([*argv, text], clock.Deadline(clock.monotonic_s() + patience_s), lambda event: None, say)
     if end.exit_code in (INTERRUPTED, -signal.SIGTERM):
         raise KeyboardInterrupt
     if end.exit_code == OVERRAN:

@@ -1,7 +1,6 @@
 """Safetensors files tensor by tensor: what is in them, and writing one of which no more than a piece is in memory."""
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +139,6 @@ def copy_file(source: Path, target: Path) -> None:
     """
     with storage_errors(target):
         durable.disk.create(target, b"")
-        for piece in read_pieces(source, 0, os.stat(source).st_size):
+        for piece in read_pieces(source, 0, source.stat().st_size):
             durable.disk.append(target, piece)
         durable.disk.sync(target)
