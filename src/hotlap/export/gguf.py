@@ -40,6 +40,8 @@ _TYPES = {
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
 _BLOCK = 32
+_QWEN3_HEAD_DIM = 128
+"""transformers reads no other from the file."""
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -95,6 +97,10 @@ def _architecture(config: dict[str, Any], source: Path) -> gguf.MODEL_ARCH:
             f"{source} is a {kind} model (positions: {scaling}, window: {window}), and we write GGUF for "
             f"{', '.join(_ARCHITECTURES)} with plain positions and no window. llama.cpp's convert_hf_to_gguf.py reads "
             f"the same folder."
+        )
+    if kind == "qwen3" and config.get("head_dim", _QWEN3_HEAD_DIM) != _QWEN3_HEAD_DIM:
+        raise ConfigError(
+            f"{source} has heads of {config['head_dim']}: such a file could not be loaded back and checked."
         )
     return _ARCHITECTURES[kind]
 

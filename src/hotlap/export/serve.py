@@ -27,6 +27,7 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 DRAFT_TOKENS = 5
 _LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """How many last tokens an n-gram drafter looks for in what was said before."""
+_VLLM = "vllm.entrypoints.openai.api_server"
 _POLL_S = 0.5
 _YEAR_S = 365 * 86_400.0
 
@@ -143,7 +144,7 @@ def rank_if_servable(adapter: Path) -> int:
 
 
 def vllm_argv(program: Sequence[str], plan: Plan) -> list[str]:
-    argv = [*program, "serve", str(plan.model), "--host", plan.host, "--port", str(plan.port)]
+    argv = [*program, "--model", str(plan.model), "--host", plan.host, "--port", str(plan.port)]
     if plan.adapter is None:
         argv += ["--served-model-name", plan.name]
     else:
@@ -181,7 +182,11 @@ def find_engine(engine: str, vllm: Path | None) -> tuple[str, list[str]]:
     beside = Path(sys.executable).with_name("vllm")
     found = str(vllm) if vllm else shutil.which("vllm") or (str(beside) if beside.exists() else None)
     if engine in ("auto", "vllm") and found:
-        return "vllm", [found]
+        # Not the program itself: the builds for processors go by another name, which it does not find.
+        python = Path(found).resolve().with_name("python")
+        if not python.exists():
+            raise MissingArtifact(f"{found} has no python beside it. Name with --vllm the one in vLLM's environment.")
+        return "vllm", [str(python), "-m", _VLLM]
     if engine == "vllm":
         raise MissingArtifact(
             "vLLM is not installed here. Install it in an environment of its own, and name --vllm PATH."

@@ -92,7 +92,7 @@ def _read_once(source: Path) -> str:
     import gguf
     import numpy as np
 
-    class Reader(gguf.GGUFReader):
+    class Reader(gguf.gguf_reader.GGUFReader):
         """Holds the file as a plain array: slicing a `memmap` takes twice as long, and there are a million slices."""
 
         @property
