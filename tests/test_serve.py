@@ -203,6 +203,20 @@ def test_a_server_that_ends_by_itself_is_told_with_its_last_words(home: Path) ->
     assert list((home / "serving").iterdir()) == []
 
 
+def test_a_server_that_does_not_end_when_it_is_asked_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM while it starts. It never answers either, so `ready_s` is what asks it."""
+    monkeypatch.setattr(serve, "GRACE_S", 0.2)
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    )
+    pids: list[int] = []
+    plan = Plan("mine", Path("m"), port=free_port())
+    monkeypatch.setattr(serve, "is_healthy", lambda url: bool(pids.append(os.getpid())))
+    with pytest.raises(errors.ChildCrashed, match="did not answer on"):
+        serve.run([sys.executable, "-c", deaf], plan, 0.0, lambda: None, lambda line: None)
+    assert pids and list((home / "serving").iterdir()) == []
+
+
 # --- the benchmark ---
 
 

@@ -20,6 +20,7 @@ from hotlap.cli.launch import launch
 from hotlap.cli.machines import machines
 from hotlap.cli.prefetch import prefetch
 from hotlap.cli.preview import preview
+from hotlap.cli.push import push
 from hotlap.cli.reap import reap
 from hotlap.cli.research import research
 from hotlap.cli.runs import logs, runs, stop
@@ -45,7 +46,7 @@ def cli() -> None:
 
 
 _HERE = (demo, init, doctor, prefetch, preview, train, runs, logs, stop, generate, research, speedrun)
-_EXPORTS = (export, serve, bench)
+_EXPORTS = (export, serve, bench, push)
 _RENTED = (launch, machines, reap, budget, volume, pull)
 for command in (*_HERE, *_EXPORTS, *_RENTED):
     cli.add_command(command)

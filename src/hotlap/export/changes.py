@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
 from hotlap.errors import AuditFailed, ConfigError
@@ -63,13 +62,11 @@ def changes_of(folder: Path) -> dict[str, Change]:
         raise ConfigError(f"{folder} is no plain LoRA adapter (type, bias or layout of weights): it cannot be merged.")
     if fields.get("init_lora_weights") == "pissa":
         raise ConfigError(f"{folder} is a checkpoint of PiSSA, which fits a changed base only. Finish the run first.")
-    config = LoraConfig(**{key: fields[key] for key in ("r", "lora_alpha", "use_rslora") if key in fields})
-    config.rank_pattern, config.alpha_pattern = fields.get("rank_pattern") or {}, fields.get("alpha_pattern") or {}
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in load_tensors(folder / ADAPTER_FILE).items():
         path, suffix = _split(name, folder)
         parts.setdefault(path, {})[suffix] = tensor.float()
-    found = [change for path, part in parts.items() for change in _changes(path, part, config, fields, folder)]
+    found = [change for path, part in parts.items() for change in _changes(path, part, fields, folder)]
     return {change.name: change for change in found}
 
 
@@ -85,9 +82,7 @@ def _split(name: str, folder: Path) -> tuple[str, str]:
     return path, last
 
 
-def _changes(
-    path: str, part: dict[str, Tensor], config: LoraConfig, fields: dict[str, Any], folder: Path
-) -> list[Change]:
+def _changes(path: str, part: dict[str, Tensor], fields: dict[str, Any], folder: Path) -> list[Change]:
     name = f"{path}.weight"
     kinds = set(part)
     if kinds <= set(_WHOLE):
@@ -98,21 +93,22 @@ def _changes(
         return [_trained_rows(name, wanted, part["token_adapter.trainable_tokens_delta"])]
     if kinds == {"lora_A.weight", "lora_B.weight"}:
         a_RK, b_NR = part["lora_A.weight"], part["lora_B.weight"]
-        return [_lora(name, a_RK, b_NR, _scale(path, a_RK.shape[0], config))]
+        return [_lora(name, a_RK, b_NR, _scale(path, a_RK.shape[0], fields))]
     if kinds == {"lora_A.weight", "lora_B.weight", "lora_magnitude_vector"}:
         a_RK, b_NR = part["lora_A.weight"], part["lora_B.weight"]
-        return [_dora(name, a_RK, b_NR, part["lora_magnitude_vector"], _scale(path, a_RK.shape[0], config))]
+        return [_dora(name, a_RK, b_NR, part["lora_magnitude_vector"], _scale(path, a_RK.shape[0], fields))]
     if kinds == {"lora_embedding_A", "lora_embedding_B"}:
         # Of an embedding [V, D] the factors are kept transposed: A [rank, V], B [D, rank].
         a_RV, b_DR = part["lora_embedding_A"], part["lora_embedding_B"]
-        change = _lora(name, b_DR.T, a_RV.T, _scale(path, a_RV.shape[0], config))
+        change = _lora(name, b_DR.T, a_RV.T, _scale(path, a_RV.shape[0], fields))
         return [Change(change.name, "embedding", 2, change.rows, shape=change.shape)]
     raise AuditFailed(f"{folder} has {sorted(kinds)} for {path}, which together make nothing known. It is damaged.")
 
 
-def _scale(path: str, rank: int, config: LoraConfig) -> float:
-    alpha = config.alpha_pattern.get(get_pattern_key(list(config.alpha_pattern), path), config.lora_alpha)
-    return alpha / (math.sqrt(rank) if config.use_rslora else rank)
+def _scale(path: str, rank: int, fields: dict[str, Any]) -> float:
+    pattern: dict[str, float] = fields.get("alpha_pattern") or {}
+    alpha: float = pattern.get(get_pattern_key(list(pattern), path), fields["lora_alpha"])
+    return alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
 
 
 def _lora(name: str, a_RK: Tensor, b_NR: Tensor, scale: float) -> Change:

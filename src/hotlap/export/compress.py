@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def compress(source: Path, target: Path, ignore: list[str]) -> None:
-    from llmcompressor import model_free_ptq
+    from llmcompressor import model_free_ptq  # pyright: ignore[reportMissingImports]  (of its own environment)
 
     model_free_ptq(source, target, scheme="FP8_DYNAMIC", ignore=ignore, device="cpu")
 

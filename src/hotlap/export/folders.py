@@ -100,6 +100,15 @@ def published(final: Path, identity: dict[str, Any], build: Callable[[Path], dic
     return Exported(final, facts)
 
 
+def facts_of(folder: Path) -> dict[str, Any]:
+    """What a published folder's manifest says.
+
+    Raises:
+        CorruptFile: it cannot be read.
+    """
+    return durable.read_manifest(folder)["facts"]
+
+
 def _present(final: Path) -> dict[str, Any] | None:
     try:
         return durable.verify(final)

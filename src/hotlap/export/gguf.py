@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hotlap.train  # isort: skip  # noqa: F401  (before torch, for which it sets the environment)
+# Before torch, for which it sets the environment.
+import hotlap.train  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
 import gguf
 import numpy as np
 import numpy.typing as npt

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hotlap.train  # isort: skip  # noqa: F401  (before torch, for which it sets the environment)
+# Before torch, for which it sets the environment.
+import hotlap.train  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
 import torch
 
 from hotlap import durable, hub

@@ -24,7 +24,7 @@ from hotlap.train.base import load_base
 from hotlap.train.generate import num_tokens_of, trained_rows_of
 
 EXACT = 1e-3
-ROUNDING = {"F32": 1e-3, "F16": 0.02, "BF16": 0.15}
+ROUNDING = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05}
 """Largest errors that are taken, by the merged files' least precise type."""
 LOSS_NATS = 0.05
 """A merged model that is worse by more than this than what was trained is told."""
@@ -53,7 +53,7 @@ def prove(
     Raises:
         ProofFailed: the merged model is not the trained one.
     """
-    settings = ModelConfig(precision=_precision(base, say))
+    settings = ModelConfig.model_validate({"precision": _precision(base, say)})
     rows = _rows(merged, adapter)
     plain, tuned, reference = _unmerged(base, adapter, settings, rows, merged)
     ours = logits_of(load_base(merged, settings), rows)
@@ -80,7 +80,7 @@ def prove(
     if rounding > effect:
         say("Rounding moves the logits more than the adapter does. Export with --precision float32, or train more.")
     if quantization:
-        trained = ModelConfig(**{**quantization, "precision": settings.precision})
+        trained = ModelConfig.model_validate({**quantization, "precision": settings.precision})
         found |= _against_trained(base, adapter, merged, trained, prompts.loss_rows(fingerprints, merged), say)
     return found
 

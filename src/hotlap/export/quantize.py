@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import child, clock, durable
-from hotlap.errors import DONE, ChildCrashed, ConfigError, MissingArtifact
+from hotlap.errors import DONE, ChildCrashed, ConfigError, MissingArtifact, ProofFailed
 from hotlap.export import folders, prompts, tensors, tools
 from hotlap.export.folders import Exported, Tuned
 from hotlap.export.task import Say, run_program, run_task
 
+ALLOWED = 0.5
+"""How far logits may be from those before, in standard deviations; random rounding of weights and activations to three
+bits gives 0.05 to 0.15."""
 _INSIDE = re.compile(r"(^|\.)layers\.\d+\.(self_attn|mlp)\.\w+_proj$")
 _PATIENCE_S = 7200.0
 _TOWERS = re.compile(r"(^|\.)(vision|audio|image|visual|encoder)\w*\.")
@@ -40,6 +43,7 @@ def quantized(python: Path, source: Path, target: Path, packed: dict[str, str], 
     Raises:
         ConfigError: the model has no layers of the kinds that we know.
         ChildCrashed: llm-compressor did not get to its end.
+        ProofFailed: what it made is another model.
     """
     chosen, ignored = divided(source)
     rows, what = prompts.loss_rows(packed, source)
@@ -57,6 +61,11 @@ def quantized(python: Path, source: Path, target: Path, packed: dict[str, str], 
     layers: dict[str, float] = found.pop("layers")
     if sorted(layers) != sorted(f"{name}.weight" for name in chosen):
         raise ConfigError(f"llm-compressor has quantized {len(layers)} weights, and {len(chosen)} were meant.")
+    if not found["error_to_before"] <= ALLOWED:
+        raise ProofFailed(
+            f"The FP8 model, loaded back, is another model: its logits are {found['error_to_before']:.3g} standard "
+            f"deviations away (allowed {ALLOWED:g}). Nothing is published."
+        )
     worst = max(layers, key=lambda name: layers[name])
     say(
         f"{sizes[source] / 1e6:,.1f} MB in bfloat16, {sizes[target] / 1e6:,.1f} MB in FP8. Largest error of a weight: "
@@ -120,11 +129,13 @@ def divided(folder: Path) -> tuple[list[str], list[str]]:
         ConfigError: none is to be quantized.
     """
     entries = tensors.all_entries(folder).values()
-    modules = [entry.name.removesuffix(".weight") for entry in entries if len(entry.shape) >= 2]
+    modules = [entry.name.removesuffix(".weight") for entry in entries if entry.name.endswith(".weight")]
     chosen = [name for name in modules if _INSIDE.search(name) and not _TOWERS.search(name)]
     if not chosen:
         raise ConfigError(
             f"{folder} has no layers with self_attn and mlp projections, so it is not known what to quantize. "
             f"Serve the merged model."
         )
-    return chosen, sorted(set(modules) - set(chosen))
+    # A tied head is no tensor of its own, and would be taken for a quantized one by whoever loads the model.
+    ignored = {*modules, "lm_head"} - set(chosen)
+    return chosen, sorted(name for name in ignored if not name.endswith("norm"))  # which are never quantized

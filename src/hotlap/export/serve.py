@@ -3,6 +3,7 @@
 While it runs, this machine is marked as one that serves, and trains nothing.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -27,6 +28,8 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 DRAFT_TOKENS = 5
 _LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """How many last tokens an n-gram drafter looks for in what was said before."""
+GRACE_S = 30.0
+"""How long a server may take to end; vLLM does not listen while it starts."""
 _VLLM = "vllm.entrypoints.openai.api_server"
 _POLL_S = 0.5
 _YEAR_S = 365 * 86_400.0
@@ -208,12 +211,13 @@ def run(argv: Sequence[str], plan: Plan, ready_s: float, on_ready: Callable[[], 
     Raises:
         ChildCrashed: it ended by itself, or did not answer within `ready_s`.
     """
-    watch = _Health(plan.url, clock.Deadline(clock.monotonic_s() + ready_s), on_ready)
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    with guard.serving(f"{plan.name} on port {plan.port}"):
-        thread = threading.Thread(target=watch.wait, daemon=True)
+    forever = clock.Deadline(clock.monotonic_s() + _YEAR_S)
+    with guard.serving(f"{plan.name} on port {plan.port}"), child.passing_on_stops() as stops:
+        watch = _Watch(plan.url, stops, clock.Deadline(clock.monotonic_s() + ready_s), on_ready)
+        thread = threading.Thread(target=watch.run, daemon=True)
         thread.start()
-        end = child.run_child(argv, clock.Deadline(clock.monotonic_s() + _YEAR_S), lambda event: None, say, env)
+        end = child.run_child(argv, forever, lambda event: None, say, env, stops)
         watch.is_over.set()
         thread.join(timeout=5)
     if watch.gave_up:
@@ -227,23 +231,32 @@ def run(argv: Sequence[str], plan: Plan, ready_s: float, on_ready: Callable[[], 
     raise ChildCrashed(f"The server ended by itself with exit code {end.exit_code}: {last_line}")
 
 
-class _Health:
-    """Asks a starting server until it answers."""
+class _Watch:
+    """Asks a starting server until it answers, and ends one that does not end when it is asked to."""
 
-    def __init__(self, url: str, deadline: clock.Deadline, on_ready: Callable[[], None]) -> None:
-        self._url, self._deadline, self._on_ready = url, deadline, on_ready
+    def __init__(self, url: str, stops: child.Stops, deadline: clock.Deadline, on_ready: Callable[[], None]) -> None:
+        self._url, self._stops, self._deadline, self._on_ready = url, stops, deadline, on_ready
         self.is_over = threading.Event()
         self.gave_up = False
 
-    def wait(self) -> None:
+    def run(self) -> None:
+        is_ready, killed_at = False, None
         while not self.is_over.wait(_POLL_S):
-            if is_healthy(self._url):
+            if not is_ready and is_healthy(self._url):
+                is_ready = True
                 self._on_ready()
-                return
-            if self._deadline.is_over():
+            if not is_ready and not self.gave_up and self._deadline.is_over():
                 self.gave_up = True
                 os.kill(os.getpid(), signal.SIGTERM)  # which is passed on to the server
-                return
+            if self._stops.was_asked and killed_at is None:
+                killed_at = clock.Deadline(clock.monotonic_s() + GRACE_S)
+            if killed_at is not None and killed_at.is_over():
+                self._kill()
+
+    def _kill(self) -> None:
+        for process in list(self._stops.processes):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def is_healthy(url: str) -> bool:
