@@ -168,6 +168,34 @@ def test_b36_the_sum_is_rounded_once_and_never_overflows(models: Callable[..., P
     assert json.loads((tmp_path / "single" / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_b37_never_into_4_bit_and_what_that_costs_is_measured(
+    models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was trained is an adapter on NF4; merged is the unquantized base, and both losses are in the record."""
+    from safetensors.torch import load_file, save_file
+
+    from hotlap.export import merge, proof
+
+    base = models("llama")
+    adapter = make_adapter(tmp_path / "adapter", base, LoraConfig(rank=4))
+    said: Say = []
+    merge.merge(base, adapter, tmp_path / "merged", "base", None, said.append)
+    settings = {"quantization": "nf4", "double_quantization": True, "precision": "float32"}
+    monkeypatch.setattr(proof, "LOSS_NATS", -9.0)
+    found = proof.prove(base, adapter, tmp_path / "merged", settings, {}, said.append)
+    assert (found["trained_on"], found["merged_into"]) == ("nf4", "unquantized")
+    assert 0.0 < abs(found["val_loss_as_trained"] - found["val_loss_merged"]) < 1.0
+    assert "Loss on the frozen prompts" in said[-2] and "is worse by more than" in said[-1]
+
+    four_bit = tmp_path / "four-bit"
+    shutil.copytree(base, four_bit)
+    weights = load_file(four_bit / "model.safetensors")
+    weights = {name: value.byte() if "q_proj" in name else value for name, value in weights.items()}
+    save_file(weights, four_bit / "model.safetensors")
+    with pytest.raises(errors.ConfigError, match="is U8: a quantized base cannot take an adapter without loss"):
+        merge.merge(four_bit, adapter, tmp_path / "naive", "base", None, said.append)
+
+
 def test_an_adapter_of_another_model_has_no_place(models: Callable[..., Path], tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "adapter", models("qwen3"), LoraConfig(rank=4, target_modules=("q_proj",)))
     with pytest.raises(errors.AuditFailed, match="trained on another model"):

@@ -107,7 +107,7 @@ def _changes(path: str, part: dict[str, Tensor], fields: dict[str, Any], folder:
 
 def _scale(path: str, rank: int, fields: dict[str, Any]) -> float:
     pattern: dict[str, float] = fields.get("alpha_pattern") or {}
-    alpha: float = pattern.get(get_pattern_key(list(pattern), path), fields["lora_alpha"])
+    alpha: Any = pattern.get(get_pattern_key(list(pattern), path), fields["lora_alpha"])
     return alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
 
 

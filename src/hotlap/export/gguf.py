@@ -21,6 +21,7 @@ from hotlap import durable
 from hotlap.config import ModelConfig
 from hotlap.errors import AuditFailed, ConfigError, ProofFailed, storage_errors
 from hotlap.export import prompts, proof, tensors, vocabulary
+from hotlap.export.rows import encoded
 from hotlap.export.task import Say, do_task
 from hotlap.export.tensors import Entry
 from hotlap.train import convert
@@ -178,10 +179,10 @@ def check(source: Path, target: Path, allowed: float, say: Say) -> dict[str, flo
     Raises:
         ProofFailed: the file, loaded back, is another model or has another tokenizer.
     """
-    rows = prompts.encoded(source)[:8]
-    before = proof.logits_of(load_base(source, ModelConfig(precision="float32")), rows)
+    asked = encoded(source)[:8]
+    before = proof.logits_of(load_base(source, ModelConfig(precision="float32")), asked)
     model, tokenizer, _ = convert.read(target)
-    after = proof.logits_of(model, rows)
+    after = proof.logits_of(model, asked)
     error = proof.error(after, before) / float(torch.cat([each.flatten() for each in before]).std())
     say(f"Logits of the file, loaded back, are {error:.2g} standard deviations from the model's (allowed {allowed:g}).")
     if not error <= allowed:

@@ -1,55 +1,9 @@
-"""What models and servers are asked when they are compared: frozen prompts, and rows on which a loss says something."""
+"""The frozen prompts: what models and servers are asked when they are compared."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-
-from hotlap.data import packed
-from hotlap.data.readers import Message
-from hotlap.data.render import Renderer
-from hotlap.errors import CorruptFile
-
-_MOST_LOSS_TOKENS = 4096
-
-
-@dataclass(frozen=True)
-class Row:
-    """Tokens, and which of them count in a loss."""
-
-    tokens: list[int]
-    is_trained: list[bool]
 
 
 def load() -> dict[str, list[str]]:
     """Prompts by set: `ordinary`, and `repetitive` ones whose answers repeat what stands in them."""
     return json.loads(Path(__file__).with_name("prompts.json").read_bytes())
-
-
-def encoded(model_folder: Path) -> list[list[int]]:
-    """The ordinary prompts as a model's chat template and tokenizer have them."""
-    renderer = Renderer(model_folder)
-    return [renderer.encode_prompt([Message("user", prompt)]) for prompt in load()["ordinary"]]
-
-
-def loss_rows(fingerprints: dict[str, str], model_folder: Path) -> tuple[list[Row], str]:
-    """Rows on which a loss says something, and what they are: of the run's held-out data where it is here, else of
-    its training data, else the frozen prompts."""
-    for kind, words in (("held_out", "held-out rows"), ("train", "training rows")):
-        try:
-            dataset = packed.open_packed(fingerprints[kind]) if kind in fingerprints else None
-        except CorruptFile:
-            dataset = None
-        if dataset is not None:
-            return _first(dataset), words
-    return [Row(tokens, [True] * len(tokens)) for tokens in encoded(model_folder)], "the frozen prompts"
-
-
-def _first(dataset: packed.PackedDataset) -> list[Row]:
-    rows: list[Row] = []
-    num_tokens = 0
-    for tokens_T, is_trained_T in dataset.examples():
-        if rows and num_tokens + len(tokens_T) > _MOST_LOSS_TOKENS:
-            break
-        rows.append(Row(tokens_T.tolist(), is_trained_T.tolist()))
-        num_tokens += len(tokens_T)
-    return rows

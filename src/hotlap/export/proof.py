@@ -17,14 +17,14 @@ from peft import PeftModel
 
 from hotlap.config import ModelConfig
 from hotlap.errors import ProofFailed
-from hotlap.export import prompts, tensors
-from hotlap.export.prompts import Row
+from hotlap.export import tensors
+from hotlap.export.rows import Row, encoded, loss_rows
 from hotlap.export.task import Say
 from hotlap.train.base import load_base
 from hotlap.train.generate import num_tokens_of, trained_rows_of
 
 EXACT = 1e-3
-ROUNDING = {"F32": 1e-3, "F16": 0.02, "BF16": 0.05}
+ROUNDING = {"F32": 1e-3, "F16": 0.02, "BF16": 0.15}
 """Largest errors that are taken, by the merged files' least precise type."""
 LOSS_NATS = 0.05
 """A merged model that is worse by more than this than what was trained is told."""
@@ -81,7 +81,7 @@ def prove(
         say("Rounding moves the logits more than the adapter does. Export with --precision float32, or train more.")
     if quantization:
         trained = ModelConfig.model_validate({**quantization, "precision": settings.precision})
-        found |= _against_trained(base, adapter, merged, trained, prompts.loss_rows(fingerprints, merged), say)
+        found |= _against_trained(base, adapter, merged, trained, loss_rows(fingerprints, merged), say)
     return found
 
 
@@ -114,7 +114,7 @@ def _against_trained(
 
 
 def _rows(model_folder: Path, adapter: Path) -> list[list[int]]:
-    rows = [tokens[:_MOST_TOKENS] for tokens in prompts.encoded(model_folder)[:_NUM_PROMPTS]]
+    rows = [tokens[:_MOST_TOKENS] for tokens in encoded(model_folder)[:_NUM_PROMPTS]]
     added = sorted({row for trained in trained_rows_of(adapter).values() for row in trained})
     return [*rows, *([added[:_MOST_TOKENS]] if added else [])]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hotlap import child, clock, durable
 from hotlap.errors import DONE, ChildCrashed, ConfigError, MissingArtifact, ProofFailed
-from hotlap.export import folders, prompts, tensors, tools
+from hotlap.export import folders, rows, tensors, tools
 from hotlap.export.folders import Exported, Tuned
 from hotlap.export.task import Say, run_program, run_task
 
@@ -46,13 +46,13 @@ def quantized(python: Path, source: Path, target: Path, packed: dict[str, str], 
         ProofFailed: what it made is another model.
     """
     chosen, ignored = divided(source)
-    rows, what = prompts.loss_rows(packed, source)
+    kept, what = rows.loss_rows(packed, source)
     say(f"Rounding {len(chosen)} weights to FP8; {len(ignored)} stay as they are.")
     order = {
         "source": str(source),
         "target": str(target),
         "ignore": ignored,
-        "rows": [{"tokens": row.tokens, "is_trained": list(map(int, row.is_trained))} for row in rows],
+        "rows": [{"tokens": row.tokens, "is_trained": list(map(int, row.is_trained))} for row in kept],
     }
     program = str(Path(__file__).with_name("compress.py"))
     found = run_program([str(python), program], order, "llm-compressor", lambda line: None)
