@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,16 +89,63 @@ class Server:
         return name
 
     def url_of(self, name: str, port: int | None = None) -> str:
-        """As `ledger.url` has it."""
+        """As `ledger.url` has it. The wire reads along, so nothing is encrypted."""
         address = f"127.0.0.1:{port or self.port}/postgres"
-        return f"postgresql://hotlap:{IN_URL}@{address}?options=-csearch_path%3D{name}"
+        return (
+            f"postgresql://hotlap:{IN_URL}@{address}?sslmode=disable&gssencmode=disable&options=-csearch_path%3D{name}"
+        )
 
     def make_url(self) -> str:
         return self.url_of(self.make_book())
 
 
+class Talk:
+    """One connection: how many questions were asked and answered, and the one whose answer nobody will hear."""
+
+    def __init__(self, client: socket.socket, server: socket.socket) -> None:
+        self.client, self.server = client, server
+        self.num_asked = self.num_answered = 0
+        self.deaf_to: int | None = None
+
+    def questions(self) -> Iterator[tuple[bytes, bool]]:
+        """Each message of the client, and whether the server answers it: only the first has no kind in front."""
+        for message in messages(self.client, has_kind=False):
+            is_question = self.num_asked == 0 or message[:1] in (b"Q", b"S", b"p")
+            self.num_asked += is_question
+            yield message, is_question
+
+    def pass_answers_on(self) -> None:
+        for message in messages(self.server, has_kind=True):
+            is_unheard = self.deaf_to is not None and self.num_answered >= self.deaf_to - 1
+            asks_for_password = message[:1] == b"R" and int.from_bytes(message[5:9], "big") in (10, 11)
+            self.num_answered += asks_for_password or message[:1] == b"Z"
+            if not is_unheard:
+                self.client.sendall(message)
+            elif self.num_answered == self.deaf_to:
+                return
+
+    def close(self) -> None:
+        for end in (self.client, self.server):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def messages(source: socket.socket, has_kind: bool) -> Iterator[bytes]:
+    """Whole messages of PostgreSQL's protocol 3, however their bytes arrive (several statements may be under way)."""
+    buffer = b""
+    while more := source.recv(65536):
+        buffer += more
+        while len(buffer) >= (head := int(has_kind)) + 4:
+            end = head + int.from_bytes(buffer[head : head + 4], "big")
+            if len(buffer) < end:
+                break
+            yield buffer[:end]
+            buffer, has_kind = buffer[end:], True
+
+
 class Wire:
-    """A proxy that cuts the connection at the n-th message from the client: before it arrives, or after it did and
+    """A proxy that cuts the connection at the n-th question from the client: before it arrives, or after it did and
     its answer is ready. From then on it is whole, or stays dead."""
 
     def __init__(self, port: int) -> None:
@@ -124,26 +171,22 @@ class Wire:
                 if self.was_cut and self.stays_dead:
                     client.close()
                     continue
-                server = socket.create_connection(("127.0.0.1", self._to))
-                deaf = threading.Event()
-                for source, target, is_client in ((client, server, True), (server, client, False)):
-                    args = (source, target, is_client, deaf)
-                    threading.Thread(target=self._pass_on, args=args, daemon=True).start()
+                talk = Talk(client, socket.create_connection(("127.0.0.1", self._to)))
+                for pass_on in (self._pass_questions_on, Talk.pass_answers_on):
+                    threading.Thread(target=self._until_it_ends, args=(pass_on, talk), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, target: socket.socket, is_client: bool, deaf: threading.Event) -> None:
+    def _until_it_ends(self, pass_on: Callable[[Talk], None], talk: Talk) -> None:
         with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                if is_client and self._is_the_one():
-                    if not self.is_after:
-                        break
-                    deaf.set()  # the server's next answer is the last, and nobody will hear it
-                if not is_client and deaf.is_set():
-                    break
-                target.sendall(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
+            pass_on(talk)
+        talk.close()
+
+    def _pass_questions_on(self, talk: Talk) -> None:
+        for message, is_question in talk.questions():
+            if is_question and self._is_the_one():
+                if not self.is_after:
+                    return
+                talk.deaf_to = talk.num_asked
+            talk.server.sendall(message)
 
     def _is_the_one(self) -> bool:
         self.num_seen += 1
