@@ -51,6 +51,17 @@ class TechniquesConfig(Config):
     kernels: bool = False
     """Use Liger's kernels for norms, rotation and feed-forward on a GPU, if the package is there."""
 
+    direct_load: bool = True
+    """Map the base model's weights from their files instead of reading them with transformers' loader, where that
+    gives the same model. The weights are the same bit for bit."""
+
+    lean_imports: bool = True
+    """Import transformers and PEFT without torch's compiler and what else a slice does not use, where the installed
+    versions are known to allow it."""
+
+    overlap: bool = True
+    """Import torch, and have the system read the base model's files ahead, while the data is made ready."""
+
     @property
     def trajectory(self) -> dict[str, object]:
         """The switches that are set and change what is learned, if only its rounding, as JSON values."""

@@ -27,7 +27,7 @@ def assemble(opened: OpenedRun, context: Context) -> tuple[model.AdaptedModel, t
     config, identity = context.config, opened.identity
     num_tokens = num_tokens_needed(opened)
     settings = config.model.model_copy(update={"precision": identity.precision})
-    base: Any = model.load_base(opened.model_folder, settings, num_tokens)
+    base: Any = model.load_base(opened.model_folder, settings, num_tokens, context.say, config.techniques.direct_load)
     new_rows = _new_rows(opened, num_tokens)
     if new_rows:
         context.say(

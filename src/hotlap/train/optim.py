@@ -31,6 +31,15 @@ def lr_at(step: int, num_steps: int, config: OptimConfig) -> float:
     return config.lr * (floor + (1.0 - floor) * share)
 
 
+class EagerAdamW(torch.optim.AdamW):
+    """torch's AdamW, number for number. Its decorators, which only matter to `torch.compile`, import the compiler at
+    the first step: seconds in which nothing is trained."""
+
+    step = torch.no_grad()(torch.optim.AdamW.step.__wrapped__)  # type: ignore[attr-defined]
+    zero_grad = torch.optim.AdamW.zero_grad.__wrapped__  # type: ignore[attr-defined]
+    add_param_group = torch.optim.AdamW.add_param_group.__wrapped__  # type: ignore[attr-defined]
+
+
 class Schedule:
     """The learning rate at each step of a run, with what the techniques make of it."""
 
@@ -69,7 +78,7 @@ def build(parameters: Named, config: OptimConfig) -> torch.optim.Optimizer:
         "weight_decay": config.weight_decay,
     }
     if config.kind == "adamw":
-        return torch.optim.AdamW(groups, **settings, fused=True)
+        return EagerAdamW(groups, **settings, fused=True)
     return _from_bitsandbytes(groups, config.kind, settings)
 
 
