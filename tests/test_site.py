@@ -26,9 +26,7 @@ COMMANDS = [
     (page.relative_to(ROOT).as_posix(), line)
     for page in PAGES
     for line in re.findall(r"^\$ (hotlap .*)$", page.read_text(), flags=re.M)
-    if line.split()[1] in cli.commands or line.split()[1] not in ("export", "serve", "bench", "push")
 ]
-"""Those of the export come with it, on a branch of its own."""
 
 NEED_AN_ACCOUNT = re.compile(r"(?<!\S)(--volume-id|--on (runpod|modal|ssh)|--offers)\b")
 
