@@ -505,7 +505,7 @@ BAD: list[tuple[Rule, dict[str, str]]] = [
     (fork_rule, {"child": "import subprocess\nsubprocess.Popen(['x'], preexec_fn=f)"}),
     (measure.complaints, {"runs": "def f() -> None:\n" + "    x = 1\n" * 60}),
     (measure.complaints, {"runs": "x = 1\n" * 400}),
-    (measure.complaints, {"research__gpt": "x = 1\n" * 611}),
+    (measure.complaints, {"research__gpt": "x = 1\n" * 601}),
     (measure.complaints, {"runs": "def f(a, b: int) -> None: ..."}),
     (measure.complaints, {"runs": "def f(a: int): ..."}),
     (measure.complaints, {"runs": "class A:\n    def f(self, *rest) -> None: ..."}),

@@ -38,7 +38,6 @@ Config = dict[str, Any]
 Stream = Iterator[tuple[Tensor, Tensor]]
 Now = Callable[[], float]
 BLOCK = 2048  # bytes of validation text in a row that belong to one split
-SIZES = ("params", "params_active", "flops_per_token", "expected_mem_mb")
 BARE_MB = 330  # resident memory of Python with torch and a text of a megabyte
 
 
@@ -178,8 +177,7 @@ def count(ordered: Ints, wanted: Ints) -> Ints:
 
 # --- model ---
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Turn the two halves of the channels against each other by the cosines and sines of angles that grow with the
-    position [2, T, channels / 2], so that a product of two depends on their distance."""
+    """Turn each position's halves of the channels by its angles [2, T, channels / 2]: products depend on distance."""
     one, two = x.chunk(2, dim=-1)
     return torch.cat((one * turns[0] - two * turns[1], one * turns[1] + two * turns[0]), dim=-1)
 
@@ -215,10 +213,8 @@ class Block(nn.Module):
         width, hidden, self.head_dim = config["width"], config["mlp_ratio"] * config["width"], config["head_dim"]
         self.inner = max(1, width // self.head_dim) * self.head_dim
         self.qk_norm, self.dropout = bool(config["qk_norm"]), float(config["dropout"])
-        self.qkv = nn.Linear(width, 3 * self.inner, bias=False)
-        self.out = nn.Linear(self.inner, width, bias=False)
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.qkv, self.out = nn.Linear(width, 3 * self.inner, bias=False), nn.Linear(self.inner, width, bias=False)
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
         self.values = nn.Parameter(torch.zeros(num_symbols, self.inner)) if has_values else None
         for last in (self.out, self.down):
             nn.init.zeros_(last.weight)
@@ -263,17 +259,16 @@ class GPT(nn.Module):
 
 
 def sizes(model: GPT, config: Config) -> dict[str, int]:
-    """Parameters, those that one token meets, floating-point operations of training on one token, and memory: what
-    Python and torch take, four numbers a parameter, and what a batch leaves for the way back (docs/gpt.md)."""
+    """Parameters, those that one token meets, operations of training on a token, and memory, by docs/gpt.md."""
     rows = [p for name, p in model.named_parameters() if name.endswith(("inputs.weight", "values"))]
     params = sum(p.numel() for p in model.parameters())
     multiplied = params - sum(p.numel() for p in rows)
     active = multiplied + sum(p.shape[1] for p in rows) + config["width"] * (config["input_ngram"] - 1)
     inner = max(1, config["width"] // config["head_dim"]) * config["head_dim"]
-    attention = config["depth"] * inner * config["context"]
     kept = config["depth"] * ((8 + 3 * config["mlp_ratio"]) * config["width"] + 9 * inner) + 4 * model.head.out_features
     memory_mb = BARE_MB + 4 * (4 * params + kept * config["batch_size"] * config["context"]) / 2**20
-    return dict(zip(SIZES, (params, active, 6 * (multiplied + attention), round(memory_mb)), strict=True))
+    flops = 6 * (multiplied + config["depth"] * inner * config["context"])
+    return {"params": params, "params_active": active, "flops_per_token": flops, "expected_mem_mb": round(memory_mb)}
 
 
 # --- optimizers ---
@@ -395,7 +390,7 @@ def loss_of(model: GPT, stream: Stream) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-# --- validation ---
+# --- validation, and the machine that it runs on ---
 @torch.inference_mode()
 def validate(model: GPT, data: Data, split: str, context: int) -> float:
     """Nats per byte over all targets of a split, in a fixed order; no weight changes. Each is predicted once, from at
@@ -415,7 +410,6 @@ def validate(model: GPT, data: Data, split: str, context: int) -> float:
     return total / len(targets)
 
 
-# --- machine ---
 def probe_ms() -> float:
     """Milliseconds of the fastest of many small matrix products: what the machine can do at this moment."""
     matrix = torch.full((256, 256), 0.5)
@@ -467,7 +461,7 @@ class Trial:
         self.clock, self.track = ChargedClock(order.budget_s), Track(self.floors["uniform"])
         self.end: dict[str, str | None] = {"status": "ok", "error_class": None, "error_tail": None}
         self.seconds: dict[str, float | None] = dict.fromkeys(("setup_s", "warm_s", "wall_s", "cpu_s", "eval_s"))
-        self.sizes: dict[str, int | None] = dict.fromkeys(SIZES)
+        self.sizes: Config = dict.fromkeys(("params", "params_active", "flops_per_token", "expected_mem_mb"))
         self.losses, self.probes = dict[str, float](), list[float]()
 
     def run(self) -> dict[str, Any]:
@@ -549,12 +543,10 @@ class Trial:
         numbers = {"wall_over_charged": over, "cpu_util": cpu_s / wall_s / self.order.threads, "psi_avg10": waiting}
         numbers |= {"probe_before": before, "probe_after": after}
         signs = {  # what is not known is NaN, which is on no side of a limit
-            "wall_over_charged": over > 1.15,
-            "cpu_util": cpu_s / wall_s < 0.9 and self.order.device == "cpu",
-            "psi_avg10": waiting > 20.0,
-            "probe": abs(after / before - 1.0) > 0.05,
+            "wall_over_charged": over > 1.15, "cpu_util": cpu_s / wall_s < 0.9 and self.order.device == "cpu",
+            "psi_avg10": waiting > 20.0, "probe": abs(after / before - 1.0) > 0.05,
             "zero_loss": self.track.loss_ema is not None and self.track.loss_ema < 1e-6,
-        }
+        }  # fmt: skip
         flags = [name for name, is_set in signs.items() if is_set]
         if not flags and self.clock.percentile_s(50) > 1.1 * self.clock.percentile_s(20):
             flags = ["uneven_steps"]  # not the machine's doing, so the configuration makes some steps cheap
