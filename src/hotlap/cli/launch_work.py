@@ -107,7 +107,7 @@ def errand_of(
 
     chosen = track.find(Path.cwd(), submission.track_of(path))
     cap_s = num_runs * (chosen.spec.limits.time_limit_s + _EVALUATION_S)
-    return errands.verification(path.as_posix(), chosen.name, num_runs, cap_s, root)
+    return errands.verification(path.as_posix(), chosen.folder.name, num_runs, cap_s, root)
 
 
 def session_in_words(path: Path, work: Work, offers: "Sequence[Offer]", place: Place) -> str:

@@ -209,7 +209,10 @@ def _score(verification: Verification, folder: Path) -> dict[str, Any]:
     bounds = verification.bounds(EVALUATION_S)
     ran = sandbox.run(program, bounds, work, spec.verification.protections, verification.stops)
     if ran.exit_code != 0 or set(ran.collected) != {"predictions.jsonl", "score.json"}:
-        raise ChildCrashed(f"The evaluator ended with code {ran.exit_code}: {ran.log.strip()[-2000:]}")
+        how = (
+            f"ended with code {ran.exit_code}" if ran.exit_code is not None else f"was ended after {EVALUATION_S:.0f} s"
+        )
+        raise ChildCrashed(f"The evaluator {how}: {ran.log.strip()[-2000:]}")
     scored: dict[str, Any] = json.loads((work / "out" / "score.json").read_bytes())
     durable.replace(folder / "predictions.jsonl", (work / "out" / "predictions.jsonl").read_bytes())
     return {
