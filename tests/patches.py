@@ -193,6 +193,7 @@ def _be_naive(about: str) -> None:
     """What the promise is not made of, to show that a test of it can fail."""
     from hotlap.train import optim
     from hotlap.train.publisher import Publisher
+    from hotlap.train.staged import Stage
     from hotlap.train.stop import StopSignals
 
     if about == "stop":  # the flag is looked at between steps only
@@ -201,6 +202,8 @@ def _be_naive(about: str) -> None:
         Publisher.tail_s = lambda self: 0.0  # type: ignore[method-assign]
     elif about == "optimizer":  # only the adapter is taken up again
         optim.load_state = lambda *args: None
+    elif about == "stage":  # frozen layers are computed again at every step
+        Stage.hidden_of = lambda self, *args: self._adapted.hidden  # type: ignore
     else:
         raise ValueError(about)
 

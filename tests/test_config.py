@@ -334,8 +334,19 @@ OTHER_VALUES: dict[str, Any] = {
     "optim.kind": "adamw8bit",
     "optim.lora_plus_ratio": 16.0,
     "optim.warmdown_ratio": 0.5,
+    "optim.schedule_steps": 50,
+    "techniques.chunked_loss": True,
+    "techniques.adapter_precision": "model",
+    "techniques.fused_projections": True,
+    "techniques.staged": {"after_step": 8, "tail_passes": 2},
+    "techniques.integrated_lr": 0.01,
+    "techniques.kernels": True,
+    "techniques.direct_load": False,
+    "techniques.lean_imports": False,
+    "techniques.overlap": False,
     "train.neftune_alpha": 5.0,
     "slice.gradient_checkpointing": True,
+    "slice.attention_kernel": "mask",
     "eval.patience": 3,
     "eval.sample_prompts": ("Who are you?",),
     "eval.sample_tokens": 16,
@@ -358,6 +369,9 @@ OTHER_VALUES: dict[str, Any] = {
 }
 """Each setting with a value that is not its default."""
 
+ONLY_SOONER = ("techniques.direct_load", "techniques.lean_imports", "techniques.overlap")
+"""Techniques that change nothing but when a slice's first step begins."""
+
 
 def test_every_setting_is_tried_below():
     assert set(OTHER_VALUES) | {"run"} == set(leaves())
@@ -368,8 +382,8 @@ def test_every_setting_is_tried_below():
 @pytest.mark.parametrize("key", OTHER_VALUES)
 def test_the_name_changes_exactly_with_the_trajectory(key: str):
     other = changed(key, OTHER_VALUES[key])
-    sections = ("base_model", "dataset", "data", "packing", "model", "lora", "optim", "train", "seed")
-    decides = key.partition(".")[0] in sections
+    sections = ("base_model", "dataset", "data", "packing", "model", "lora", "optim", "train", "techniques", "seed")
+    decides = key.partition(".")[0] in sections and key not in ONLY_SOONER
     assert (other.run_name != run_config().run_name) == decides
     assert (other.trajectory != run_config().trajectory) == decides
 
@@ -483,6 +497,31 @@ def test_a_home_that_cannot_be_written_says_so(home: Path, monkeypatch: pytest.M
         load_cloud()
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "technique"),
+    [
+        ("model", "quantization", "nf4", {"fused_projections": True}),
+        ("lora", "dora", True, {"fused_projections": True}),
+        ("lora", "dropout", 0.1, {"fused_projections": True}),
+        ("lora", "dropout", 0.1, {"staged": {"after_step": 3}}),
+        ("train", "neftune_alpha", 5.0, {"staged": {"after_step": 3}}),
+        ("lora", "modules_to_save", ["lm_head"], {"staged": {"after_step": 3}}),
+        ("lora", "init", "pissa", {"adapter_precision": "model"}),
+    ],
+)
+def test_techniques_that_do_not_fit_are_refused(section: str, key: str, value: Any, technique: dict[str, Any]):
+    tree = {**MINIMAL, section: {key: value}}
+    RunConfig.model_validate(tree)
+    RunConfig.model_validate({**MINIMAL, "techniques": technique})
+    with pytest.raises(ValidationError, match=rf"techniques\.{next(iter(technique))}.*{key}"):
+        RunConfig.model_validate({**tree, "techniques": technique})
+
+
+def test_a_run_without_techniques_keeps_the_name_it_had_before_there_were_any():
+    assert "techniques" not in run_config().trajectory
+    assert run_config(techniques={"chunked_loss": True}).trajectory["techniques"] == {"chunked_loss": True}
+
+
 # --- machines read what machines wrote ---
 
 
@@ -494,7 +533,8 @@ def test_a_home_that_cannot_be_written_says_so(home: Path, monkeypatch: pytest.M
 )
 def test_json_brings_back_the_same_configuration(keys: set[str], lr: float, text: str):
     tree: dict[str, Any] = {**MINIMAL, "dataset": text}
-    for key in keys - {"data.eval_dataset", "data.columns", "dataset", "lora.init"}:
+    partners = {"lora.init", "lora.dora", "lora.dropout", "lora.modules_to_save", "model.quantization"}
+    for key in keys - {"data.eval_dataset", "data.columns", "dataset", "train.neftune_alpha", *partners}:
         section, _, name = key.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[name] = OTHER_VALUES[key]
     tree.setdefault("optim", {})["lr"] = lr

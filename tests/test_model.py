@@ -132,12 +132,13 @@ def test_loss_of_no_targets_is_zero_with_a_gradient() -> None:
 
     from hotlap.train import loss
 
-    hidden_BTD = torch.randn(1, 4, 8, requires_grad=True)
-    nothing_BT = torch.zeros(1, 4, dtype=torch.bool)
-    value = loss.summed_loss(torch.nn.Linear(8, 5), hidden_BTD, nothing_BT, torch.zeros(1, 4, dtype=torch.long))
-    value.backward()
-    assert value.item() == 0.0
-    assert hidden_BTD.grad is not None and not hidden_BTD.grad.any()
+    hidden_ND = torch.randn(4, 8, requires_grad=True)
+    for chunk in (None, 2):
+        nothing_N = torch.zeros(0, dtype=torch.long)
+        value = loss.summed_loss(loss.Head(torch.nn.Linear(8, 5)), hidden_ND[:0], nothing_N, chunk)
+        value.backward()
+        assert value.item() == 0.0
+        assert hidden_ND.grad is not None and not hidden_ND.grad.any()
 
 
 def rows_with_targets(*targets: tuple[int, ...]) -> Any:

@@ -12,7 +12,8 @@ Precision = Literal["float32", "bfloat16", "float16"]
 class ModelConfig(Config):
     precision: Literal["auto"] | Precision = "auto"
     """Numbers of the base model's weights and activations. `auto` is bfloat16 where this machine computes it at least
-    about as fast as float32, found out at the first slice and kept with the run. The adapter is float32 in any case."""
+    about as fast as float32, found out at the first slice and kept with the run. The adapter is float32 unless
+    `techniques.adapter_precision` says otherwise."""
 
     quantization: Literal["nf4", "int8"] | None = None
     """Keep the frozen weights of the decoder's linear modules in 4 or 8 bits. Absent: they stay as they are."""
@@ -75,6 +76,9 @@ class OptimConfig(Config):
 
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly to its peak."""
+
+    schedule_steps: int | None = Field(default=None, ge=1)
+    """Steps for which the schedule is laid out; a run that ends earlier stops on the way. Absent: the run's own."""
 
     warmdown_ratio: float = Field(default=0.2, gt=0, le=1)
     """Share of the run over which `warmdown` falls. The other schedules ignore it."""

@@ -6,12 +6,13 @@ float32, 2 in the others):
     weights        b bytes x parameters of the base model; of the layers' linear modules 0.516 in nf4 (0.563 with
                    single quantization) and 1 in int8, and the largest of them once more as it is multiplied
     adapter        28 bytes x trained parameters: value, gradient, two moments, and a copy that is published;
-                   16 with 8-bit moments
+                   16 with 8-bit moments; in 16 bits 14 and 10
     activations    b bytes x N x layers x (10 x hidden + 4 x feed-forward + 2 x targets' rank); with DoRA, and on
                    quantized weights, twice the targets' outputs more; recomputed ones: b x N x layers x hidden, and
                    seven times one layer's, for its gradients and what the allocator keeps
     mask           1 byte x R x T x T, and as much again while it is made
-    logits         20 bytes x trained positions x vocabulary
+    logits         20 bytes x trained positions x vocabulary; in chunks 8 bytes x the positions of one x vocabulary
+    staged tail    b bytes x N of all rows in a pass x hidden, when there is more than one pass
     interpreter    0.4 GB: Python, torch, transformers, PEFT
 
 The factors are those of a Llama-type layer; `python -m benchmarks.memory` holds them against real slices, and
@@ -31,11 +32,13 @@ import numpy as np
 
 from hotlap import clock
 from hotlap.config import LoraConfig, ModelConfig, RunConfig
-from hotlap.data.packed import PackedDataset
+from hotlap.config_techniques import chunk_positions
+from hotlap.data.packed import PackedDataset, plan_order
 from hotlap.errors import MissingArtifact
 
 _INTERPRETER_BYTES = 400_000_000
 _LOGIT_BYTES = 20
+_CHUNKED_LOGIT_BYTES = 8
 _LAYERS_WHEN_RECOMPUTED = 7
 _ADAPTER_BYTES = 28
 _ADAPTER_8BIT_BYTES = 16
@@ -157,16 +160,49 @@ def memory_of(shape: Shape, config: RunConfig, data: PackedDataset, precision: s
     `precision` is the run's, if it is known; one that is still to be chosen counts as float32, the larger.
     """
     precision = precision or ("float32" if config.model.precision == "auto" else config.model.precision)
-    number_bytes = 4 if precision == "float32" else 2
     most_trained = int(np.max(data.trained_tokens_per_row(), initial=0))
-    activation_bytes = number_bytes * data.seq_len * _kept_width(shape, config)
-    row_bytes = activation_bytes + 2 * data.seq_len**2 + _LOGIT_BYTES * most_trained * shape.vocabulary
-    is_8bit = config.optim.kind.endswith("8bit")
+    return _memory(shape, config, precision, data.seq_len, most_trained, _num_kept_rows(config, data.num_rows))
+
+
+def most_memory_of(shape: Shape, config: RunConfig, precision: str) -> Memory:
+    """The same before there are rows: every token of them trained. What a staged tail keeps is not known then, and not
+    in it."""
+    return _memory(shape, config, precision, config.data.seq_len, config.data.seq_len, 0)
+
+
+def _memory(
+    shape: Shape, config: RunConfig, precision: str, seq_len: int, most_trained: int, num_kept_rows: int
+) -> Memory:
+    number_bytes = 4 if precision == "float32" else 2
+    activation_bytes = number_bytes * seq_len * _kept_width(shape, config)
+    row_bytes = activation_bytes + 2 * seq_len**2
     trained = shape.num_adapter_parameters(config.lora) + _num_saved_whole(shape, config.lora)
     fixed_bytes = _INTERPRETER_BYTES + _weight_bytes(shape, config.model, number_bytes)
-    fixed_bytes += (_ADAPTER_8BIT_BYTES if is_8bit else _ADAPTER_BYTES) * trained
+    fixed_bytes += _adapter_bytes(config, number_bytes) * trained
+    fixed_bytes += number_bytes * num_kept_rows * seq_len * shape.hidden
+    if config.techniques.chunked_loss:
+        positions = min(chunk_positions(shape.vocabulary), most_trained * config.train.micro_batch_rows)
+        fixed_bytes += _CHUNKED_LOGIT_BYTES * positions * shape.vocabulary
+    else:
+        row_bytes += _LOGIT_BYTES * most_trained * shape.vocabulary
     words = precision if config.model.quantization is None else f"{config.model.quantization} over {precision}"
     return Memory(fixed_bytes, row_bytes, words)
+
+
+def _adapter_bytes(config: RunConfig, number_bytes: int) -> int:
+    """Of a trained parameter."""
+    is_8bit = config.optim.kind.endswith("8bit")
+    if config.techniques.adapter_precision == "model" and number_bytes == 2:
+        return _ADAPTER_8BIT_BYTES - 6 if is_8bit else _ADAPTER_BYTES // 2
+    return _ADAPTER_8BIT_BYTES if is_8bit else _ADAPTER_BYTES
+
+
+def _num_kept_rows(config: RunConfig, num_rows: int) -> int:
+    """Rows whose boundary the staged tail keeps."""
+    staged = config.techniques.staged
+    if staged is None or staged.tail_passes == 1:
+        return 0
+    return plan_order(config, 0, num_rows).num_tail_rows
 
 
 def _kept_width(shape: Shape, config: RunConfig) -> int:

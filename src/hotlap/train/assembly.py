@@ -9,8 +9,9 @@ import torch
 from hotlap import artifacts
 from hotlap.data.render import Renderer
 from hotlap.errors import AuditFailed, ConfigError
-from hotlap.train import model, optim
+from hotlap.train import attention, model, optim
 from hotlap.train.context import Context
+from hotlap.train.kernels import use_kernels
 from hotlap.train.opening import OpenedRun
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -26,20 +27,38 @@ def assemble(opened: OpenedRun, context: Context) -> tuple[model.AdaptedModel, t
     config, identity = context.config, opened.identity
     num_tokens = num_tokens_needed(opened)
     settings = config.model.model_copy(update={"precision": identity.precision})
-    base: Any = model.load_base(opened.model_folder, settings, num_tokens)
+    base: Any = model.load_base(opened.model_folder, settings, num_tokens, context.say, config.techniques.direct_load)
     new_rows = _new_rows(opened, num_tokens)
     if new_rows:
         context.say(
             f"The tokenizer has {len(new_rows)} tokens more than the model has embedding rows. They get rows that are "
             f"trained and saved with the adapter; its folder has the tokenizer, from which PEFT sees how many."
         )
+    if config.techniques.kernels:
+        use_kernels(base, context.say)
     name = artifacts.base_name(config.base_model, opened.model_folder)
-    adapted = model.attach_lora(base, config.lora, identity.seed, name, config.train.neftune_alpha, new_rows)
+    adapted = model.attach_lora(
+        base, config.lora, identity.seed, name, config.train.neftune_alpha, new_rows, config.techniques
+    )
     if config.lora.init_from is not None:
         _warm_start(adapted, Path(config.lora.init_from))
+    _choose_attention(adapted, identity.precision, context)
     if config.slice.gradient_checkpointing:
         adapted.recompute_activations()
     return adapted, optim.build(adapted.parameters, config.optim)
+
+
+def _choose_attention(adapted: model.AdaptedModel, precision: str, context: Context) -> None:
+    wanted = context.config.slice.attention_kernel
+    kernel, why = attention.kernel_here(wanted, precision, adapted.device)
+    if kernel != "mask":
+        try:
+            adapted.use_kernel(kernel)
+        except ConfigError as error:
+            if wanted != "auto":
+                raise
+            why = f"{error} A mask blocks attention between packed examples now."
+    context.say(why)
 
 
 def num_tokens_needed(opened: OpenedRun) -> int:

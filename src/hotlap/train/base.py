@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
-from transformers.utils import logging as transformers_logging
 
 from hotlap.config import ModelConfig
 from hotlap.errors import ConfigError
-from hotlap.train import probe
+from hotlap.train import direct, probe
 
 _BLOCK = 64
 
@@ -32,37 +30,59 @@ def choose_precision(settings: ModelConfig, say: Callable[[str], None]) -> str:
     return precision
 
 
-def load_base(folder: Path, settings: ModelConfig = FLOAT32, num_tokens: int = 0) -> torch.nn.Module:
+def load_base(
+    folder: Path,
+    settings: ModelConfig = FLOAT32,
+    num_tokens: int = 0,
+    say: Callable[[str], None] = lambda _text: None,
+    is_direct: bool = True,
+) -> torch.nn.Module:
     """The frozen base model on the best device, from an ordinary model folder, offline.
 
     `settings.precision` is one of the three, not `auto`. With more than the model's own `num_tokens`, its embeddings
-    grow to so many rows (`grow`).
+    grow to so many rows (`grow`). With `is_direct` it is mapped from its files where that can be done (`direct`), and
+    `say` is told where not.
 
     Raises:
         ConfigError: it is to be quantized, and cannot be here.
     """
-    transformers_logging.disable_progress_bar()
-    options: dict[str, Any] = {"quantization_config": _quantization(folder, settings)} if settings.quantization else {}
+    if settings.quantization:
+        model: Any = _load_quantized(folder, settings)
+    else:
+        model = _load_plain(folder, dtype_of(settings), say, is_direct)
+    grow(model, num_tokens)
+    return model.requires_grad_(False)
+
+
+def _load_plain(folder: Path, dtype: torch.dtype, say: Callable[[str], None], is_direct: bool) -> torch.nn.Module:
+    device = probe.best_device()
+    if is_direct:
+        try:
+            return direct.load(folder, dtype, device)
+        except direct.NotDirect as reason:
+            say(f"The base model is read by transformers' own loader, which takes longer: {reason}.")
+    return _from_pretrained(folder, dtype=dtype).to(device)
+
+
+def _load_quantized(folder: Path, settings: ModelConfig) -> torch.nn.Module:
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype_of(settings),
-            local_files_only=True,
-            use_safetensors=True,
-            **options,
-        )
+        config = _quantization(folder, settings)
+        model = _from_pretrained(folder, dtype=dtype_of(settings), quantization_config=config)
     except ImportError as error:
-        if not settings.quantization:
-            raise
         raise ConfigError(
             f"model.quantization needs a library: {error}. Run: pip install 'hotlap[train]', or leave it out."
         ) from error
-    if settings.quantization:
-        _keep_as_quantized(model)
-        _require_right_products(model)
-    grow(model, num_tokens)
-    model.requires_grad_(False)
-    return model if settings.quantization else model.to(probe.best_device())
+    _keep_as_quantized(model)
+    _require_right_products(model)
+    return model
+
+
+def _from_pretrained(folder: Path, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True, **options)
 
 
 def _keep_as_quantized(model: torch.nn.Module) -> None:
@@ -92,7 +112,9 @@ def dtype_of(settings: ModelConfig) -> torch.dtype:
     return getattr(torch, settings.precision)
 
 
-def _quantization(folder: Path, settings: ModelConfig) -> BitsAndBytesConfig:
+def _quantization(folder: Path, settings: ModelConfig) -> Any:
+    from transformers import BitsAndBytesConfig
+
     skipped = _outside_decoder(folder)
     if settings.quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
@@ -107,6 +129,8 @@ def _quantization(folder: Path, settings: ModelConfig) -> BitsAndBytesConfig:
 
 def _outside_decoder(folder: Path) -> list[str]:
     """Linear modules that stay as they are: the output head, and whatever is no part of the text decoder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)

@@ -1,11 +1,12 @@
 """What every part of a slice is given."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hotlap import clock
 from hotlap.config import RunConfig
+from hotlap.train.preload import Preload
 from hotlap.train.stop import StopSignals
 from hotlap.train.timeline import Timeline
 
@@ -21,3 +22,4 @@ class Context:
     emit: Callable[[dict[str, Any]], None]
     say: Callable[[str], None]
     draw_seed: Callable[[], int]
+    preload: Preload = field(default_factory=Preload)

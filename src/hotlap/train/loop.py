@@ -206,7 +206,7 @@ class Loop:
         row = {
             "step": step,
             "loss": result.loss,
-            "lr": optim.lr_at(step, self.num_steps, self._config.optim),
+            "lr": self._stepper.schedule.at(step),
             "grad_norm": grad_norm,
             "num_trained_tokens": result.num_trained_tokens,
             "num_tokens": result.num_tokens,

@@ -1,6 +1,7 @@
 """What of this machine may change the rounding of a result: threads, versions, the kind of processor."""
 
 import importlib.metadata
+import os
 import platform
 from contextlib import suppress
 
@@ -13,7 +14,9 @@ import hotlap
 
 def use_threads(num_threads: int) -> int:
     torch.set_num_threads(num_threads)
-    torch.use_deterministic_algorithms(True)
+    # Without it, cuBLAS is not deterministic and torch refuses products on a GPU.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms does, which imports the compiler
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return num_threads
 

@@ -13,14 +13,19 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save
 
 from hotlap.config import LoraConfig
+from hotlap.config_techniques import TechniquesConfig, chunk_positions
 from hotlap.errors import AuditFailed, ConfigError
+from hotlap.train import attention
 from hotlap.train.base import decoder_linears, is_linear, load_base
+from hotlap.train.fused import fuse
+from hotlap.train.loss import Head
 from hotlap.train.optim import Named
 
 __all__ = ["AdaptedModel", "attach_lora", "load_base"]
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
+_PLAIN = TechniquesConfig()
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 # B rows, T positions, D model width, N positions that predict, V vocabulary
@@ -32,7 +37,9 @@ class AdaptedModel:
     `parameters` has each of them once, `saved` tied ones under each of their names, as PEFT reads and writes them.
     """
 
-    def __init__(self, peft_model: PeftModel, neftune_alpha: float | None = None) -> None:
+    def __init__(
+        self, peft_model: PeftModel, neftune_alpha: float | None = None, techniques: TechniquesConfig = _PLAIN
+    ) -> None:
         self.peft_model = peft_model
         causal_lm: Any = peft_model.get_base_model()
         self._text_config: Any = causal_lm.config.get_text_config()
@@ -41,13 +48,25 @@ class AdaptedModel:
         self._dtype: torch.dtype = causal_lm.dtype
         self.device: torch.device = causal_lm.device
         self._window = sliding_window_of(self._text_config)
+        self.loss_chunk = chunk_positions(self._text_config.vocab_size) if techniques.chunked_loss else None
         self.saved: Named = _named_as_saved(peft_model)
         last = {id(parameter): name for name, parameter in sorted(self.saved.items())}
         self.parameters: Named = {name: self.saved[name] for name in sorted(last.values())}
-        self._segments_BT: torch.Tensor | None = None
+        self._lengths_BT: torch.Tensor | None = None
+        self._kernel = "mask"
         if neftune_alpha is not None:
             self._neftune_alpha = neftune_alpha
             causal_lm.get_input_embeddings().register_forward_hook(self._with_noise)
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The decoder's layers, from the input to the output."""
+        return list(self._decoder.layers)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def layers_share(self) -> bool:
+        """Whether layers take keys and values from others below them, as Gemma 4's upper ones do."""
+        return bool(getattr(self._text_config, "num_kv_shared_layers", 0))
 
     @property
     def starts_from_base(self) -> bool:
@@ -62,21 +81,60 @@ class AdaptedModel:
     def hidden(self, tokens_BT: torch.Tensor, segments_BT: torch.Tensor) -> torch.Tensor:
         """Last hidden states `[B, T, D]`. A token sees only earlier ones of its own example, and in layers with a
         sliding window no more than that of them; positions restart."""
-        self._segments_BT = segments_BT
+        positions_BT = positions_of(segments_BT)
+        if self._kernel == "flash":
+            flat = attention.flatten(segments_BT, positions_BT)
+            self._lengths_BT = flat.lengths_1N
+            return flat.spread(self._decoded(flat.gathered(tokens_BT), flat.kernel_arguments))
+        self._lengths_BT = (segments_BT[:, :, None] == segments_BT[:, None, :]).sum(dim=-1)
+        mask = self._flex_mask(segments_BT) if self._kernel == "flex" else masks_of(segments_BT, self._window)
+        return self._decoded(tokens_BT, {"attention_mask": mask, "position_ids": positions_BT})
+
+    def _decoded(self, tokens_BT: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         with self.autocast():
-            return self._decoder(
-                input_ids=tokens_BT,
-                attention_mask=masks_of(segments_BT, self._window),
-                position_ids=positions_of(segments_BT),
-                use_cache=False,
-            ).last_hidden_state
+            return self._decoder(input_ids=tokens_BT, use_cache=False, **arguments).last_hidden_state
+
+    def _flex_mask(self, segments_BT: torch.Tensor) -> Any:
+        if self._window is None:
+            return attention.flex_mask(segments_BT)
+        near = attention.flex_mask(segments_BT, self._window.size)
+        return near if self._window.is_everywhere else {_FULL: attention.flex_mask(segments_BT), _SLIDING: near}
+
+    def use_kernel(self, kernel: str) -> None:
+        """Attend with a kernel of `attention.IMPLEMENTATIONS` instead of with a mask.
+
+        Raises:
+            ConfigError: it does not work here, or is not seen to keep examples apart; a mask does it as before.
+        """
+        causal_lm: Any = self.peft_model.get_base_model()
+        before, was_training = causal_lm.config._attn_implementation, self.peft_model.training
+        self.peft_model.eval()
+        problem = "is not seen to keep examples of a row apart"
+        try:
+            causal_lm.set_attn_implementation(attention.IMPLEMENTATIONS[kernel])
+            self._kernel = kernel
+            if attention.keeps_examples_apart(self.hidden, self.device):
+                return
+        except (ImportError, ValueError, RuntimeError, TypeError) as error:
+            problem = f"does not work here: {str(error).partition(chr(10))[0]}"
+        finally:
+            self.peft_model.train(was_training)
+        causal_lm.set_attn_implementation(before)
+        self._kernel = "mask"
+        raise ConfigError(f"Attention kernel {kernel!r} {problem}. Set slice.attention_kernel = 'mask'.")
+
+    @property
+    def head(self) -> Head:
+        trained = tuple(parameter for parameter in self._lm_head.parameters() if parameter.requires_grad)
+        return Head(self._uncapped, trained, getattr(self._text_config, "final_logit_softcapping", None))
 
     def logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """`[..., V]` in float32, with the model's soft cap."""
+        return self.head.logits(hidden_ND)
+
+    def _uncapped(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         with self.autocast():
-            logits_NV = self._lm_head(hidden_ND).float()
-        cap: float | None = getattr(self._text_config, "final_logit_softcapping", None)
-        return logits_NV if cap is None else torch.tanh(logits_NV / cap) * cap
+            return self._lm_head(hidden_ND)
 
     def recompute_activations(self) -> None:
         """Keep no activations of a layer; compute them again in the backward pass, random numbers included."""
@@ -98,9 +156,8 @@ class AdaptedModel:
         """NEFTune: uniform noise of at most alpha / sqrt(example's length x D), packed or not (arXiv 2310.05914)."""
         if not self.peft_model.training:
             return output_BTD
-        assert self._segments_BT is not None
-        lengths_BT = (self._segments_BT[:, :, None] == self._segments_BT[:, None, :]).sum(dim=-1)
-        most_BT = self._neftune_alpha / (lengths_BT * output_BTD.shape[-1]).sqrt()
+        assert self._lengths_BT is not None
+        most_BT = self._neftune_alpha / (self._lengths_BT * output_BTD.shape[-1]).sqrt()
         noise_BTD = torch.empty_like(output_BTD).uniform_(-1.0, 1.0)
         return output_BTD + noise_BTD * most_BT[:, :, None].to(output_BTD.dtype)
 
@@ -118,8 +175,10 @@ def attach_lora(
     base_name: str,
     neftune_alpha: float | None = None,
     new_rows: list[int] | None = None,
+    techniques: TechniquesConfig = _PLAIN,
 ) -> AdaptedModel:
-    """A new adapter, drawn from `seed`, that changes nothing before the first step. Its parameters are float32.
+    """A new adapter, drawn from `seed`, that changes nothing before the first step. Its parameters are float32, unless
+    `techniques.adapter_precision` is the model's.
 
     `new_rows` are embedding rows of added tokens, which are trained as well.
 
@@ -150,10 +209,14 @@ def attach_lora(
     except ValueError as error:
         raise ConfigError(f"lora.target_modules = {config.target_modules!r} does not fit this model: {error}") from None
     assert isinstance(model, PeftModel)
+    of_base: Any = model.get_base_model().dtype
+    precision = torch.float32 if techniques.adapter_precision == "float32" else of_base
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    return AdaptedModel(model, neftune_alpha)
+            parameter.data = parameter.data.to(precision)
+    if techniques.fused_projections:
+        fuse(model)
+    return AdaptedModel(model, neftune_alpha, techniques)
 
 
 def _targets(base: Any, config: LoraConfig) -> str | list[str]:

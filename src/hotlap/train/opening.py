@@ -38,6 +38,7 @@ def open_run(run: runs.RunFolder, context: Context, require_lock: Callable[[], N
     """
     config = context.config
     model_folder = artifacts.locate_model(config.base_model)
+    context.preload.read_ahead(model_folder)
     places = prepare.locate(config)
     identity = runs.read_identity(run)
     if identity is None:
@@ -58,6 +59,7 @@ def _begin(
     seed = config.seed if config.seed is not None else context.draw_seed()
     packing = _prepared(context, seed, model_folder, places)
     order = packed.plan_order(config, seed, packing.train.num_rows)
+    context.preload.finish()  # it would disturb what is measured now
     # torch is not needed to open a run later, and takes seconds to import.
     from hotlap.train.base import choose_precision
 

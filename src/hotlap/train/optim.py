@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from hotlap.config import OptimConfig
+from hotlap.config_techniques import TechniquesConfig
 from hotlap.errors import ConfigError
 
 Named = dict[str, torch.nn.Parameter]
@@ -30,6 +31,33 @@ def lr_at(step: int, num_steps: int, config: OptimConfig) -> float:
     return config.lr * (floor + (1.0 - floor) * share)
 
 
+class EagerAdamW(torch.optim.AdamW):
+    """torch's AdamW, number for number. Its decorators, which only matter to `torch.compile`, import the compiler at
+    the first step: seconds in which nothing is trained."""
+
+    step = torch.no_grad()(torch.optim.AdamW.step.__wrapped__)  # type: ignore[attr-defined]
+    zero_grad = torch.optim.AdamW.zero_grad.__wrapped__  # type: ignore[attr-defined]
+    add_param_group = torch.optim.AdamW.add_param_group.__wrapped__  # type: ignore[attr-defined]
+
+
+class Schedule:
+    """The learning rate at each step of a run, with what the techniques make of it."""
+
+    def __init__(self, config: OptimConfig, techniques: TechniquesConfig, num_steps: int) -> None:
+        self._config, self._staged, self._num_steps = config, techniques.staged, num_steps
+        self._scale = 1.0
+        if techniques.integrated_lr is not None:
+            self._scale = techniques.integrated_lr / math.fsum(map(self._unscaled, range(1, num_steps + 1)))
+
+    def at(self, step: int) -> float:
+        return self._scale * self._unscaled(step)
+
+    def _unscaled(self, step: int) -> float:
+        if self._staged is not None and self._staged.lr is not None and step > self._staged.after_step:
+            return self._staged.lr
+        return lr_at(step, self._config.schedule_steps or self._num_steps, self._config)
+
+
 def build(parameters: Named, config: OptimConfig) -> torch.optim.Optimizer:
     """AdamW over the adapter's parameters, in the order of their names; every B in a group of its own with LoRA+.
 
@@ -50,7 +78,7 @@ def build(parameters: Named, config: OptimConfig) -> torch.optim.Optimizer:
         "weight_decay": config.weight_decay,
     }
     if config.kind == "adamw":
-        return torch.optim.AdamW(groups, **settings, fused=True)
+        return EagerAdamW(groups, **settings, fused=True)
     return _from_bitsandbytes(groups, config.kind, settings)
 
 
@@ -76,6 +104,16 @@ def _from_bitsandbytes(groups: list[dict[str, Any]], kind: str, settings: dict[s
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_ratio"]
+
+
+def retire(optimizer: torch.optim.Optimizer, active: Named) -> None:
+    """Leave the optimizer only these parameters, and their moments as they are."""
+    kept = {id(parameter) for parameter in active.values()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in kept:
+                optimizer.state.pop(parameter, None)
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: Named) -> dict[str, torch.Tensor]:

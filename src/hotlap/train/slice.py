@@ -11,13 +11,15 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from hotlap import clock, durable, guard, runs
-from hotlap.config import load_run_json
+from hotlap.config import RunConfig, load_run_json
 from hotlap.errors import DONE, SLICE_OVER, HotlapError, RunLocked, StorageFailed
 from hotlap.train.channel import die_with_parent, events, say
 from hotlap.train.context import Context
+from hotlap.train.lean import lean_imports
 from hotlap.train.stop import GivenUp, StopSignals
 from hotlap.train.timeline import Timeline
 
@@ -104,9 +106,13 @@ def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dic
         with context.timeline.phase("data"):
             from hotlap.train.opening import open_run
 
+            if context.config.techniques.overlap:
+                context.preload.start()
             opened = open_run(run, context, lock.require)
         with context.timeline.phase("imports"):
-            from hotlap.train.loop import Loop
+            context.preload.finish()
+            with _imports(context.config):
+                from hotlap.train.loop import Loop
     loop = Loop(run, lock, opened, context)
     facts |= {"resumed_at": loop.resumed_at, "num_run_steps": loop.num_steps}
     deadline_at_s = context.deadline.at_s
@@ -121,6 +127,13 @@ def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dic
             "num_tokens": loop.num_tokens,
             "tokens_per_s": round(loop.num_tokens / steps_s, 1) if steps_s else None,
         }
+
+
+def _imports(config: RunConfig) -> AbstractContextManager[None]:
+    """Quantized weights need bitsandbytes, and Liger's kernels the compiler."""
+    techniques = config.techniques
+    is_lean = techniques.lean_imports and not techniques.kernels and config.model.quantization is None
+    return lean_imports() if is_lean else nullcontext()
 
 
 if __name__ == "__main__":

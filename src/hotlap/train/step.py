@@ -15,6 +15,7 @@ from hotlap.errors import AuditFailed, Diverged, NonFiniteLoss, OutOfMemory
 from hotlap.train import loss, optim
 from hotlap.train.model import AdaptedModel
 from hotlap.train.opening import OpenedRun
+from hotlap.train.staged import Stage
 
 # R rows of a step, B rows of a micro-batch, T positions
 
@@ -47,9 +48,6 @@ class Batch:
     def num_tokens(self) -> int:
         return int((self.segments_BT > 0).sum())
 
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(self.tokens_BT.to(device), self.segments_BT.to(device), self.is_trained_BT.to(device))
-
 
 def read_batch(dataset: PackedDataset, rows: np.ndarray) -> Batch:
     segments_BT = torch.from_numpy(dataset.segments_NT[rows].astype(np.int32))
@@ -61,13 +59,24 @@ def read_batch(dataset: PackedDataset, rows: np.ndarray) -> Batch:
     )
 
 
-def batch_loss(model: AdaptedModel, batch: Batch, is_open: bool = False) -> torch.Tensor:
-    """Nats summed over the batch's targets. `is_open`: a row is attended to as if it were one example."""
-    batch = batch.to(model.device)
+def batch_loss(
+    model: AdaptedModel,
+    batch: Batch,
+    is_open: bool = False,
+    hidden_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Nats summed over the batch's targets. `is_open`: a row is attended to as if it were one example. `hidden_of`
+    stands in for `model.hidden`."""
+    # On the host, since finding positions by a mask makes a device answer before it can go on.
     predicts_BT, next_BT = loss.targets_of(batch.tokens_BT, batch.segments_BT, batch.is_trained_BT)
+    predicts_N = predicts_BT.flatten().nonzero().flatten()
+    next_N = next_BT.flatten()[predicts_N]
     attended_BT = (batch.segments_BT > 0).to(batch.segments_BT.dtype) if is_open else batch.segments_BT
-    hidden_BTD = model.hidden(batch.tokens_BT, attended_BT)
-    return loss.summed_loss(model.logits, hidden_BTD, predicts_BT, next_BT)
+    tokens_BT, attended_BT, predicts_N, next_N = (
+        given.to(model.device, non_blocking=True) for given in (batch.tokens_BT, attended_BT, predicts_N, next_N)
+    )
+    hidden_BTD = (hidden_of or model.hidden)(tokens_BT, attended_BT)
+    return loss.summed_loss(model.head, hidden_BTD.flatten(0, 1).index_select(0, predicts_N), next_N, model.loss_chunk)
 
 
 def num_targets(batch: Batch) -> int:
@@ -95,6 +104,12 @@ class Stepper:
         self._on_out_of_memory = on_out_of_memory
         self._loss_scale = _FLOAT16_LOSS_SCALE if opened.identity.precision == "float16" else 1.0
         self.micro_batch_rows = config.train.micro_batch_rows
+        self.schedule = optim.Schedule(config.optim, config.techniques, opened.order.num_steps)
+        staged = config.techniques.staged
+        self._stage = None if staged is None else Stage(model, staged, opened.order)
+        self._active = model.parameters
+        self._norm: torch.Tensor | None = None
+        self._norm_value = 0.0
 
     def forward_backward(self, step: int) -> StepLoss:
         """Gradients of the step's mean loss per trained token. Parameters stay as they are.
@@ -105,6 +120,9 @@ class Stepper:
         """
         rows = self._order.rows_of_step(step)
         self._model.peft_model.train()
+        if self._stage is not None and self._stage.is_on(step):
+            self._stage.begin(self._optimizer)
+            self._active = self._stage.active
 
         def attempt(num_rows: int) -> StepLoss:
             self._optimizer.zero_grad(set_to_none=True)
@@ -112,6 +130,8 @@ class Stepper:
             return self._accumulate(step, [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)])
 
         def halve(num_rows: int) -> None:
+            if self._stage is not None:
+                self._stage.forget()
             self.micro_batch_rows = num_rows
             self._on_out_of_memory(step, num_rows)
 
@@ -123,17 +143,35 @@ class Stepper:
         num_tokens = sum(batch.num_tokens for batch in batches)
         if total_targets == 0:
             return StepLoss(None, 0, num_tokens)
-        total_nats = 0.0
-        for batch in batches:
-            nats = batch_loss(self._model, batch, is_open=self._config.packing.attention == "open")
-            total_nats += float(nats.detach())
-            require_sane(total_nats / total_targets, step)
-            (nats / total_targets * self._loss_scale).backward()
-        if self._loss_scale != 1.0:
-            for parameter in self._model.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad /= self._loss_scale
-        return StepLoss(total_nats / total_targets, total_targets, num_tokens)
+        nats: list[torch.Tensor] = []
+        for place, batch in enumerate(batches):
+            hidden_of = None
+            if self._stage is not None and self._stage.is_on(step):
+                hidden_of = self._stage.hidden_of(step, len(micro_batches[0]), place)
+            found = batch_loss(self._model, batch, self._config.packing.attention == "open", hidden_of)
+            nats.append(found.detach())
+            (found / total_targets * self._loss_scale).backward()
+        self._norm = self._gradient_norm(step)
+        # The only time in a step that the device is asked for a value, and so waited for.
+        *values, self._norm_value = torch.stack([*nats, self._norm]).tolist()
+        mean_loss = sum(values) / total_targets
+        require_sane(mean_loss, step)
+        return StepLoss(mean_loss, total_targets, num_tokens)
+
+    def _gradient_norm(self, step: int) -> torch.Tensor:
+        """A float32 scalar on the device.
+
+        Raises:
+            AuditFailed: a parameter that trains got no gradient.
+        """
+        gradients: list[torch.Tensor] = []
+        for name, parameter in self._active.items():
+            if parameter.grad is None:
+                raise AuditFailed(f"{name} is trainable and got no gradient at step {step}.")
+            if self._loss_scale != 1.0:
+                parameter.grad /= self._loss_scale
+            gradients.append(parameter.grad)
+        return torch.nn.utils.get_total_norm(gradients).float()
 
     def apply(self, step: int) -> float:
         """The update. Returns the gradient's norm before clipping.
@@ -141,19 +179,15 @@ class Stepper:
         Raises:
             NonFiniteLoss: a gradient is not finite; nothing was applied.
         """
-        for name, parameter in self._model.parameters.items():
-            if parameter.grad is None:
-                raise AuditFailed(f"{name} is trainable and got no gradient at step {step}.")
-        parameters = list(self._model.parameters.values())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if not math.isfinite(float(norm)):
-            raise NonFiniteLoss("The gradient", float(norm), step)
+        assert self._norm is not None
+        if not math.isfinite(self._norm_value):
+            raise NonFiniteLoss("The gradient", self._norm_value, step)
         if self._config.optim.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._config.optim.max_grad_norm, norm)
-        optim.set_lr(self._optimizer, optim.lr_at(step, self._order.num_steps, self._config.optim))
+            parameters = list(self._active.values())
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._config.optim.max_grad_norm, self._norm)
+        optim.set_lr(self._optimizer, self.schedule.at(step))
         self._optimizer.step()
-        return float(norm)
+        return self._norm_value
 
 
 def require_sane(value: float, step: int, what: str = "Loss", intact_step: int | None = None) -> None:

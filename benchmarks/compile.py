@@ -1,0 +1,74 @@
+"""Whether torch.compile would repay itself in a slice: steps of a real model, plain and compiled, and the first call.
+
+`python -m benchmarks.compile MODEL_FOLDER [--fused]`, some minutes on two cores; needs a C++ compiler. Rows of four
+lengths, as packed rows have them. Prints one JSON object, with the steps after which a slice would have gained, and
+writes it to benchmarks/results/compile.json.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import time
+from pathlib import Path
+
+from benchmarks import spread
+
+RESULT = Path(__file__).parent / "results" / "compile.json"
+LENGTHS = (256, 250, 244, 239)
+REPEATS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--fused", action="store_true")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as slices have it
+    import torch
+
+    from hotlap.config import LoraConfig
+    from hotlap.config_techniques import TechniquesConfig
+    from hotlap.train import model
+    from hotlap.train.machine import use_threads
+    from hotlap.train.step import Batch, batch_loss
+
+    use_threads(arguments.threads)
+    techniques = TechniquesConfig(fused_projections=arguments.fused)
+    base = model.load_base(arguments.model)
+    adapted = model.attach_lora(base, LoraConfig(), 0, "base", techniques=techniques)
+    adapted.peft_model.train()
+
+    def step_s(length: int) -> float:
+        tokens_BT = torch.randint(0, 40_000, (1, length), generator=torch.Generator().manual_seed(length))
+        is_trained_BT = torch.arange(length)[None] >= length // 2
+        began_s = time.perf_counter()
+        batch_loss(adapted, Batch(tokens_BT, torch.ones_like(tokens_BT), is_trained_BT)).backward()
+        return time.perf_counter() - began_s
+
+    step_s(LENGTHS[0])
+    plain = [step_s(length) for _ in range(REPEATS) for length in LENGTHS]
+    for layer in adapted.layers:
+        layer.forward = torch.compile(layer.forward)
+    first = [step_s(length) for length in LENGTHS]
+    compiled = [step_s(length) for _ in range(REPEATS) for length in LENGTHS]
+    saved_s = statistics.median(plain) - statistics.median(compiled)
+    cost_s = sum(first) - len(first) * statistics.median(compiled)
+    result = {
+        "plain_s": spread(plain),
+        "compiled_s": spread(compiled),
+        "compiled over plain": round(statistics.median(compiled) / statistics.median(plain), 3),
+        "compiling_s": round(cost_s, 1),
+        "steps until repaid": math.ceil(cost_s / saved_s) if saved_s > 0 else None,
+        "fused": arguments.fused,
+        "load": float(Path("/proc/loadavg").read_text().split()[0]),
+    }
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
