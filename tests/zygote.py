@@ -109,7 +109,7 @@ class Zygote:
         with self._turn, self._started:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
-            assert self._started.wait_for(lambda: bool(self._answers), timeout=60), "the zygote does not answer"
+            assert self._started.wait_for(lambda: bool(self._answers), timeout=180), "the zygote does not answer"
             pid = self._answers.pop()
             process = self._slices[pid] = SliceProcess(pid, out)
             self._started.notify_all()

@@ -33,8 +33,8 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer|\.modules_to_save\.default|\.token_adapter")
 """What PEFT adds to a tensor's name."""
 
-_NUM_PROMPTS = 8
-_MOST_TOKENS = 96
+_NUM_PROMPTS = 2
+_MOST_TOKENS = 48
 _MEMORY_FACTOR = 1.5
 
 # T tokens of a prompt, V vocabulary
