@@ -244,7 +244,7 @@ def simulate(study: Path, output_dir: Path, trials: int, usd_per_hour: float, re
     """Tell before anything runs how often noise would be kept, what would be found, and what it takes."""
     from dataclasses import asdict
 
-    from hotlap.config import LimitsConfig
+    from hotlap.config_cloud import LimitsConfig
     from hotlap.errors import ConfigError
     from hotlap.research import price
     from hotlap.research import simulate as simulator
