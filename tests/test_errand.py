@@ -19,7 +19,7 @@ from hotlap.config import CloudConfig
 
 pytestmark = pytest.mark.long
 
-STUDY = '[study]\nname = "lr"\nbudget_s = 5\naxes = ["learning_rate"]\n'
+STUDY = '[study]\nname = "lr"\nbudget_s = 5\naxes = ["lr"]\n'
 
 
 @pytest.fixture

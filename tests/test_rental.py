@@ -47,14 +47,17 @@ def test_a_name_with_other_settings_is_not_done_and_rents_nothing() -> None:
     config = RunConfig(base_model="m", dataset="d.jsonl", run="mine")
     other = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 99})})
     moved = config.model_copy(update={"dataset": "/workspace/d.jsonl"})
+    # Only what is not the default counts: a hotlap with more settings must know its runs again.
+    spelled_out = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": config.lora.rank})})
+    assert spelled_out.settings_digest == config.settings_digest != config.trajectory_digest
     with FakeRunpod() as cloud:
         provider = Runpod("full-key", cloud.url)
-        done = make_lease(outcome="done", settings=config.trajectory_digest)
+        done = make_lease(outcome="done", settings=config.settings_digest)
         assert rental.is_done(config, provider, done) and rental.is_done(moved, provider, done)
         with pytest.raises(RunChanged, match="other settings"):
             rental.is_done(other, provider, done)
         # A lease that a wrong setting ended says nothing about those that correct it, an old one nothing about any.
-        failed = make_lease(outcome="config", settings=config.trajectory_digest)
+        failed = make_lease(outcome="config", settings=config.settings_digest)
         assert not rental.is_done(other, provider, failed)
         assert rental.is_done(other, provider, make_lease(outcome="done"))
         provider.close()

@@ -157,15 +157,22 @@ class RunConfig(Config):
     @property
     def trajectory_digest(self) -> str:
         """Of the settings that decide what is learned: 8 digits, the same wherever the files lie."""
+        return self._digest(self.trajectory)
+
+    @property
+    def settings_digest(self) -> str:
+        """The same of those that are not the default, so that a hotlap with more settings makes the same of these."""
+        return self._digest(self.model_dump(mode="json", include=set(TRAJECTORY_KEYS), exclude_defaults=True))
+
+    def _digest(self, settings: dict[str, Any]) -> str:
         # What is trained on names the run, where it lies does not: a project may move, or run on another machine.
-        settings: dict[str, Any] = {
-            **self.trajectory,
-            **{key: Path(getattr(self, key)).name for key in ("base_model", "dataset")},
-        }
-        data = settings["data"]
-        places = {key: Path(data[key]).name for key in ("eval_dataset", "chat_template") if data[key] is not None}
-        mix = [{**item, "dataset": Path(item["dataset"]).name} for item in data["mix"]]
-        settings["data"] = {**data, **places, "mix": mix}
+        settings = {**settings, **{key: Path(getattr(self, key)).name for key in ("base_model", "dataset")}}
+        if (data := settings.get("data")) is not None:
+            names = [key for key in ("eval_dataset", "chat_template") if data.get(key) is not None]
+            places: dict[str, Any] = {key: Path(data[key]).name for key in names}
+            if "mix" in data:
+                places["mix"] = [{**item, "dataset": Path(item["dataset"]).name} for item in data["mix"]]
+            settings["data"] = {**data, **places}
         if self.lora.init_from is not None:
             # Every run's adapter lies in a folder of that name; the run tells them apart.
             settings["lora"] = {**settings["lora"], "init_from": "/".join(Path(self.lora.init_from).parts[-2:])}

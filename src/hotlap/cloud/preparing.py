@@ -41,7 +41,7 @@ def slice_job(config: RunConfig, parcel: Parcel, volume_id: str, image: str | No
     config = on_volume(config)
     argv = boot_argv(worker_of(config, python_of(parcel)))
     job = _job(config.run_name, config.slice.cap_s, argv, volume_id, image, traits)
-    return replace(job, settings=config.trajectory_digest)
+    return replace(job, settings=config.settings_digest)
 
 
 def _job(run: str, cap_s: float, argv: tuple[str, ...], volume_id: str, image: str | None, traits: Traits) -> Job:

@@ -178,7 +178,7 @@ def local_job(config: RunConfig, traits: Traits) -> Job:
     config = _found_anywhere(config)
     argv = (sys.executable, "-S", "-I", boot.__file__, *worker_of(config, sys.executable))
     plan = plan_of(Job(config.run_name, config.slice.cap_s, Start(argv)), traits)
-    return Job(config.run_name, config.slice.cap_s, Start(argv, boot_env(plan, traits)), config.trajectory_digest)
+    return Job(config.run_name, config.slice.cap_s, Start(argv, boot_env(plan, traits)), config.settings_digest)
 
 
 def box_job(config: RunConfig, provider: SshProvider) -> Job:
@@ -193,7 +193,7 @@ def box_job(config: RunConfig, provider: SshProvider) -> Job:
     argv = (box["python"], "-S", "-I", box["boot"], *worker_of(config, box["python"]))
     plan = plan_of(Job(config.run_name, config.slice.cap_s, Start(argv)), provider.traits)
     return Job(
-        config.run_name, config.slice.cap_s, Start(argv, boot_env(plan, provider.traits)), config.trajectory_digest
+        config.run_name, config.slice.cap_s, Start(argv, boot_env(plan, provider.traits)), config.settings_digest
     )
 
 
@@ -292,7 +292,7 @@ def is_done(config: RunConfig, provider: Provider, last: Lease | None) -> bool:
     if provider.traits.name != "local":
         if last is None or last.outcome not in ("done", "slice_over"):
             return False
-        if last.settings not in (None, config.trajectory_digest):
+        if last.settings not in (None, config.settings_digest):
             raise RunChanged(
                 f"{config.run_name} was trained with other settings (lease {last.lease_id}), and a slice would refuse "
                 f"these. Nothing is rented: give this one another name with --run, or go back to those settings."
