@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 N ?= 200
 
-.PHONY: demo test setup lint bench crash measure
+.PHONY: demo test setup lint bench crash measure docs
 
 demo: setup
 	$(BIN)/hotlap demo
@@ -32,3 +32,6 @@ crash: setup
 
 measure: setup
 	$(BIN)/python tests/measure.py
+
+docs: setup
+	$(BIN)/mkdocs build --strict

@@ -25,7 +25,7 @@ from hotlap.cloud.ledger import _LEASES, Ledger
 from hotlap.cloud.proof import Patience
 from hotlap.cloud.provider import Start
 from hotlap.cloud.reaper import Reaper
-from hotlap.config import BudgetConfig, CloudConfig, LimitsConfig
+from hotlap.config_cloud import BudgetConfig, CloudConfig, LimitsConfig
 
 ROUNDS, BATCH = 15, 20
 RICH = CloudConfig(

@@ -1,4 +1,6 @@
-"""Proposers against each other on simulated searches: `python -m benchmarks.search [--repeats N]`.
+"""Proposers against each other on simulated searches: `python -m benchmarks.search [--repeats N] [--also tpe,cma]`.
+
+`--also` adds Optuna's samplers, asked in this process.
 
 Regret is the true loss of the anchor above the optimum, in standard deviations of one run, after so many runs of every
 kind (baseline, repeats, sentinels and placebos count). Every repeat draws a bowl of its own, the same for all.
@@ -6,12 +8,16 @@ kind (baseline, repeats, sentinels and placebos count). Every repeat draws a bow
 
 import argparse
 import json
+import random
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
-from hotlap.research import simulate
+from hotlap.research import asking, proposer, simulate
+from hotlap.research.acceptance import Noise
+from hotlap.research.history import History
 from hotlap.research.space import StudyConfig
 
 CHECKPOINTS = (12, 40, 100)
@@ -22,12 +28,14 @@ STUDIES = {
 }
 
 
-def main(num_repeats: int) -> None:
+def main(num_repeats: int, also: Sequence[str]) -> None:
     regrets: dict[str, np.ndarray] = {}
-    for name, study in STUDIES.items():
+    studies = {**STUDIES, **{name: StudyConfig(name=name, proposer=name, baseline_runs=2) for name in also}}
+    for name, study in studies.items():
         began_s = time.monotonic()
+        propose = optuna_proposal if name in also else proposer.propose
         rows = [
-            simulate.search_regrets(study, simulate.draw_bowl(np.random.default_rng(seed)), CHECKPOINTS, seed)
+            simulate.search_regrets(study, simulate.draw_bowl(np.random.default_rng(seed)), CHECKPOINTS, seed, propose)
             for seed in range(num_repeats)
         ]
         regrets[name] = np.array(rows)
@@ -44,9 +52,22 @@ def main(num_repeats: int) -> None:
             str(runs): interval_of_ratio(regrets["gp1"][:, place], regrets[other][:, place])
             for place, runs in enumerate(CHECKPOINTS)
         }
-        for other in ("random1", "random1 naive")
+        for other in regrets
+        if other != "gp1"
     }
     print(json.dumps({"repeats": num_repeats, "regret": report, "gp1 over": ratios}, indent=1))
+
+
+def optuna_proposal(history: History, noise: Noise, source: random.Random) -> proposer.Proposal | None:
+    """What the command `ask_optuna` answers, without a process for each."""
+    import optuna
+
+    from hotlap.research import ask_optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    kind, anchor = history.study.proposer, history.anchor.config
+    answer = ask_optuna.answer(kind, asking.question(history, noise, source.getrandbits(31)))
+    return proposer.proposal(anchor, {**anchor, answer["axis"]: answer["value"]}, kind) if answer["axis"] else None
 
 
 def interval_of_ratio(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
@@ -60,4 +81,6 @@ def interval_of_ratio(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=200)
-    main(parser.parse_args().repeats)
+    parser.add_argument("--also", type=lambda text: text.split(","), default=[])
+    given = parser.parse_args()
+    main(given.repeats, given.also)

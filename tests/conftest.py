@@ -4,14 +4,19 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+import sshd
 from fixtures_data import f3_rows, write_jsonl
 from postgres import Server, served
 from tiny import make_tiny_model, tiny_config
 from zygote import Zygote
 
 from hotlap.config import RunConfig
+
+if TYPE_CHECKING:
+    from hotlap.testing.fake_modal import FakeModal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as slices have it; for torch in this process and its children
 
@@ -58,6 +63,27 @@ def postgres() -> Iterator[Server]:
         if server is None:
             pytest.skip("PostgreSQL's initdb is not installed (Debian: apt-get install postgresql)")
         yield server
+
+
+@pytest.fixture(scope="session")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshd.Box]:
+    """A box of this test run, reached over ssh, with this Python."""
+    for box in sshd.served(tmp_path_factory.mktemp("box") / "sshd", sys.executable):
+        if box is None:
+            pytest.skip("sshd is not installed (Debian: apt-get install openssh-server)")
+        yield box
+
+
+@pytest.fixture
+def modal_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["FakeModal"]:
+    """A fake of Modal's server, which the SDK of this process talks to."""
+    pytest.importorskip("modal", reason="the extra `modal` is not installed")
+    from hotlap.testing.fake_modal import FakeModal
+
+    with FakeModal(tmp_path / "modal") as cloud:
+        for name, value in cloud.environment.items():
+            monkeypatch.setenv(name, value)
+        yield cloud
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hotlap.speedrun import submission, track
+from hotlap.speedrun import new_track, template, track
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTES = "What makes it fast: it does as little as it can, and every line of that is in train.py. " * 2
@@ -19,19 +19,40 @@ def micro_contest(folder: Path) -> Path:
     return folder
 
 
+PUBLIC = {
+    'id = "micro"': 'id = "t1"',
+    'title = "vowels-tiny-1thread"': 'title = "gsm8k-qwen2.5-1.5b-l40s"',
+    'data_prefix = "vowels"': 'data_prefix = "gsm8k"',
+    'name = "hotlap/tiny-random"': 'name = "Qwen/Qwen2.5-1.5B"',
+}
+
+
+def changed_track(contest: Path, changes: Mapping[str, str], track_id: str = "micro") -> track.Track:
+    """Track `micro` with other words in its rules, frozen under another id or in its own place."""
+    old, new = contest / "tracks" / "micro", contest / "tracks" / track_id
+    if new != old:
+        shutil.copytree(old, new)
+    text = (new / "spec.toml").read_text()
+    for before, after in changes.items():
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    (new / "spec.toml").write_text(text)
+    (new / "pins.json").unlink()
+    return new_track.freeze(new, lambda _text: None)
+
+
 def micro(contest: Path) -> track.Track:
     return track.find(contest, "micro")
 
 
 def trained_submission(contest: Path, name: str = "001-ada") -> Path:
     """The template, with a learning rate and a length that suit the tiny model."""
-    folder = submission.new(contest, name, "ada", micro(contest))
+    folder = template.new(contest, name, "ada", micro(contest))
     text = (folder / "train.py").read_text()
     for old, new in (
-        ("lr=2e-3", "lr=1e-2"),
-        ("torch.randperm(len(rows)).tolist()", "torch.cat([torch.randperm(len(rows)) for _ in range(8)]).tolist()"),
-        ("len(order), 16)", "len(order), 40)"),
-        ("start + 16]", "start + 40]"),
+        ("LEARNING_RATE = 2e-3", "LEARNING_RATE = 1e-2"),
+        ("NUM_STEPS = 30", "NUM_STEPS = 80"),
+        ("BATCH_ROWS = 16", "BATCH_ROWS = 40"),
     ):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
@@ -71,6 +92,7 @@ def run_of(number: int, score: float | None, wall_s: float, *complaints: str) ->
         "adapter_sha256": f"{number:064}",
         "num_params": 256,
         "num_left_behind": 0,
+        "num_tokens": None,
         "protections": ["network"],
     }
 

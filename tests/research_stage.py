@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import durable
+from hotlap.clock import Deadline
 from hotlap.research import claim, plan, study
 from hotlap.research.history import History, Row, StudyFolder
 from hotlap.research.space import load_study
@@ -48,13 +49,24 @@ class Stage:
         self.progress: list[tuple[str, float]] = []
 
     def act(self, next_action: study.Plan, on_row: Callable[[Row, History], None] = lambda _row, _history: None) -> str:
+        return self.opened(lambda opened: opened.run(next_action), on_row)
+
+    def ask(self, num_trials: int, until: Deadline | None = None) -> str:
+        """As the command line does, commands that are asked for proposals included."""
+        return self.opened(lambda opened: opened.search(num_trials, until))
+
+    def opened(
+        self,
+        act: Callable[[study.Study], str],
+        on_row: Callable[[Row, History], None] = lambda _row, _history: None,
+    ) -> str:
         def on_progress(run_id: str, fraction: float, _loss: float | None) -> None:
             self.progress.append((run_id, fraction))
 
         listener = study.Listener(on_row, on_progress, self.said.append)
         draw = lambda count: SECRET_BYTES * count  # noqa: E731
         with study.opened(load_study(self.path), self.folder, listener, draw) as opened:
-            return opened.run(next_action)
+            return act(opened)
 
     def search(self, num_judged: int, **listening: Any) -> str:
         return self.act(

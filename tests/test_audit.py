@@ -10,7 +10,7 @@ import pytest
 from contest import floats, micro, micro_contest, safetensors
 
 from hotlap.speedrun import inputs
-from hotlap.speedrun.audit import CONFIG, WEIGHTS, Audit, audit, linear_shapes
+from hotlap.speedrun.audit import CONFIG, MAGNITUDE, WEIGHTS, Audit, audit, linear_shapes
 from hotlap.speedrun.track import Limits
 
 pytestmark = pytest.mark.long
@@ -61,7 +61,7 @@ BAD_TENSORS: list[tuple[Any, str]] = [
     ({}, "holds no tensor"),
     ({**GOOD, "extra": floats(1)}, "'extra' is no LoRA weight"),
     ({**GOOD, f"{Q}.weight": floats(32, 32)}, "is no LoRA weight"),
-    ({f"{Q}.lora_A.weight": floats(4, 32)}, "only one half"),
+    ({f"{Q}.lora_A.weight": floats(4, 32)}, "lacks B of its update"),
     ({**GOOD, f"{Q}.lora_A.weight": floats(5, 32)}, "has shape [5, 32], not [4, 32]"),
     ({**GOOD, f"{Q}.lora_B.weight": floats(4, 32)}, "has shape [4, 32], not [32, 4]"),
     ({name.replace("q_proj", "x_proj"): value for name, value in GOOD.items()}, "is no LoRA weight"),
@@ -117,9 +117,10 @@ def test_overlapping_tensors_are_refused(inspect: Callable[..., Audit]) -> None:
         ({"auto_mapping": {"base_model_class": "X"}}, "'auto_mapping'"),
         ({"layer_replication": [[0, 2]]}, "'layer_replication'"),
         ({"rank_pattern": {"q_proj": 64}}, "'rank_pattern'"),
-        ({"init_lora_weights": "pissa"}, "'init_lora_weights'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "plain LoRA of twice the rank"),
         ({"RESULT accuracy=1.0": "x"}, "'RESULT accuracy=1.0'"),
-        ({"use_dora": True}, "'use_dora'"),
+        ({"use_dora": 1}, "true or false"),
+        ({"use_dora": True}, "lacks magnitude of its update"),
     ],
 )
 def test_configurations_that_are_refused(change: dict[str, Any], reason: str, inspect: Callable[..., Audit]) -> None:
@@ -154,6 +155,58 @@ def test_anything_else_in_the_output_is_refused(entry: dict[str, Any], inspect: 
 def test_files_that_did_not_come_out(tmp_path: Path, model: Path) -> None:
     found = audit(tmp_path, [], model, LIMITS)
     assert found.complaints == tuple(f"{name} is missing, no plain file, or too large" for name in (CONFIG, WEIGHTS))
+
+
+DORA = {**GOOD, f"{Q}.lora_magnitude_vector": floats(32)}
+DORA_CONFIG = {**GOOD_CONFIG, "use_dora": True}
+
+
+def test_magnitudes_count_and_are_held_against_their_module(inspect: Callable[..., Audit]) -> None:
+    found = inspect(DORA, DORA_CONFIG)
+    assert found.complaints == () and found.num_params == 4 * 32 + 32 * 4 + 32
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "dora", "reason"),
+    [
+        (DORA, DORA_CONFIG, False, "takes no DoRA"),
+        (DORA, GOOD_CONFIG, True, "says nothing of use_dora"),
+        ({**GOOD, f"{Q}.lora_magnitude_vector": floats(31)}, DORA_CONFIG, True, "has shape [31], not [32]"),
+    ],
+)
+def test_magnitudes_that_are_refused(
+    tensors: Any, config: Any, dora: bool, reason: str, inspect: Callable[..., Audit]
+) -> None:
+    (complaint,) = inspect(tensors, config, limits=LIMITS.model_copy(update={"dora": dora})).complaints
+    assert reason in complaint
+
+
+@pytest.mark.torch
+def test_a_dora_adapter_of_peft_is_accepted_and_its_magnitudes_are_applied(tmp_path: Path, model: Path) -> None:
+    """The frozen evaluator calls magnitudes ignored, because PEFT renames them when it loads them; they are not."""
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    def base() -> Any:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def logits(adapter: Path) -> torch.Tensor:
+        with torch.inference_mode():
+            return PeftModel.from_pretrained(base(), adapter).eval()(input_ids=torch.tensor([[1, 2, 3]])).logits
+
+    folder = tmp_path / "adapter"
+    config = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=True)
+    get_peft_model(base(), config).save_pretrained(folder)
+    listed = [{"name": path.name, "kind": "file", "bytes": 1} for path in folder.iterdir()]
+    assert {entry["name"] for entry in listed} == {CONFIG, WEIGHTS, "README.md"}
+    found = audit(folder, listed, model, LIMITS.model_copy(update={"adapter_params": 100_000}))
+    assert found.complaints == ()
+    before = logits(folder)
+    tensors = load_file(folder / WEIGHTS)
+    save_file({n: t * 1.5 if n.endswith(MAGNITUDE) else t for n, t in tensors.items()}, folder / WEIGHTS)
+    assert (logits(folder) - before).abs().max() > 1e-3
 
 
 @pytest.mark.torch

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from hotlap import clock
 from hotlap.config import RunConfig
 from hotlap.config_data import DataConfig, PruneConfig
 from hotlap.data import tokenized
-from hotlap.data.choose import choose, uses_seed
+from hotlap.data.choose import HELD_OUT_STREAM, Index, choose, permutation, smallest, spread, too_long, uses_seed
 from hotlap.data.chunks import INDEX_DTYPE, TOKENS
 from hotlap.data.packed import PackedDataset, Packing
 from hotlap.data.prepare import Places, prepare
@@ -50,6 +52,16 @@ def index_of(lengths: list[int], rows: list[int] | None = None) -> Any:
     return index
 
 
+def in_parts(index: Any, examples: int = 3) -> Index:
+    """As a tokenized set gives it: a few examples at a time."""
+    cuts = np.flatnonzero(np.diff(index["row"] // examples)) + 1
+    return lambda: iter(np.split(index, cuts))
+
+
+def spread_over(index: Any, values_U: Any, settings_: DataConfig | None = None) -> Any:
+    return np.concatenate([np.empty(0, values_U.dtype), *spread(in_parts(index), settings_ or DataConfig(), values_U)])
+
+
 # --- pure ---
 
 
@@ -58,13 +70,14 @@ def index_of(lengths: list[int], rows: list[int] | None = None) -> Any:
 )
 def test_pruning_keeps_what_it_says(by: Any, keep: int, expected: list[int]) -> None:
     settings_ = DataConfig(prune=PruneConfig(by=by, keep=keep))
-    chosen = choose([index_of([9, 3, 8, 7, 2])], [1.0], settings_, seed=1, where="x")
+    chosen = choose([in_parts(index_of([9, 3, 8, 7, 2]))], [1.0], settings_, seed=1, where="x")
     assert chosen.copies[0].tolist() == expected and chosen.num_pruned == 5 - min(keep, 5)
 
 
 def test_pruning_by_seed_is_another_choice_with_another_seed() -> None:
     settings_ = DataConfig(prune=PruneConfig(by="seed", keep=10))
-    kept = [choose([index_of([5] * 100)], [1.0], settings_, seed, "x").copies[0].tolist() for seed in (1, 1, 2)]
+    parts = [in_parts(index_of([5] * 100))]
+    kept = [choose(parts, [1.0], settings_, seed, "x").copies[0].tolist() for seed in (1, 1, 2)]
     assert kept[0] == kept[1] != kept[2] and sum(kept[0]) == 10
     assert uses_seed(settings_, [1.0]) and not uses_seed(DataConfig(), [2.0]) and uses_seed(DataConfig(), [0.5])
 
@@ -81,14 +94,15 @@ def test_every_example_is_trained_or_held_out_never_both(
     sizes: list[int], weights: list[float], num_held_out: int, seed: int, pieces: int
 ) -> None:
     indexes = [index_of([10] * (size * pieces), [row // pieces for row in range(size * pieces)]) for size in sizes]
+    parts, settings_ = [in_parts(index) for index in indexes], DataConfig(eval_examples=num_held_out)
     if num_held_out > 0 and num_held_out >= sum(sizes):
         with pytest.raises(BadData, match="eval_examples"):
-            choose(indexes, weights[: len(sizes)], DataConfig(eval_examples=num_held_out), seed, "x")
+            choose(parts, weights[: len(sizes)], settings_, seed, "x")
         return
-    chosen = choose(indexes, weights[: len(sizes)], DataConfig(eval_examples=num_held_out), seed, "x")
-    assert chosen.num_held_out == num_held_out
-    assert sum(int(held.sum()) for held in chosen.is_held_out) == num_held_out * pieces
-    for index, copies, held, weight in zip(indexes, chosen.copies, chosen.is_held_out, weights, strict=False):
+    chosen = choose(parts, weights[: len(sizes)], settings_, seed, "x")
+    assert chosen.num_held_out == num_held_out == sum(int(held_U.sum()) for held_U in chosen.is_held_out)
+    for index, copies_U, held_U, weight in zip(indexes, chosen.copies, chosen.is_held_out, weights, strict=False):
+        copies, held = spread_over(index, copies_U), spread_over(index, held_U)
         assert not (copies[held] > 0).any()
         for row in set(index["row"].tolist()):  # the pieces of an example stay together
             here = index["row"] == row
@@ -96,6 +110,49 @@ def test_every_example_is_trained_or_held_out_never_both(
         num_trained = int((~held).sum()) // pieces
         assert int(copies.sum()) // pieces == pytest.approx(weight * num_trained, abs=0.5001)
         assert copies[~held].min(initial=99) >= int(weight) and copies.max(initial=0) <= int(weight) + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(st.integers(0, 2**64 - 1) | st.integers(0, 3), max_size=40), wanted=st.integers(0, 45))
+def test_the_smallest_are_those_that_a_stable_sort_puts_first(values: list[int], wanted: int) -> None:
+    array = np.array(values, dtype=np.uint64)
+    found = smallest(lambda: iter(np.array_split(array, 4)), len(array), wanted)
+    assert np.flatnonzero(found).tolist() == sorted(np.argsort(array, kind="stable")[:wanted].tolist())
+
+
+def test_what_is_held_out_stands_first_in_the_seed_s_permutation() -> None:
+    """Drawn in blocks, and without sorting: 150,000 are more than two blocks."""
+    index = index_of([5] * 150_000)
+    chosen = choose([lambda: iter(np.split(index, 10))], [1.0], DataConfig(eval_examples=1000), 7, "x")
+    expected = permutation(7, HELD_OUT_STREAM, len(index))[:1000]
+    assert np.flatnonzero(chosen.is_held_out[0]).tolist() == sorted(expected.tolist())
+
+
+@pytest.mark.parametrize("by", ["shortest", "seed"])
+def test_choosing_takes_a_few_bytes_an_example(by: Any) -> None:
+    """An index is 30 bytes an example, a permutation 16: neither may be in memory whole."""
+
+    part = index_of([5 + at % 7 for at in range(10_000)])
+
+    def peak_bytes(num_examples: int) -> int:
+        def index() -> Iterator[Any]:
+            for first in range(0, num_examples, len(part)):
+                moved = part.copy()
+                moved["row"] += first
+                yield moved
+
+        settings_ = DataConfig(eval_examples=100, prune=PruneConfig(by=by, keep=num_examples // 2))
+        tracemalloc.start()
+        try:
+            chosen = choose([index], [1.5], settings_, 1, "x")
+            sums = [int(copies_E.sum()) for copies_E in spread(index, settings_, chosen.copies[0])]
+            assert sum(sums) == num_examples * 3 // 4
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    grown_bytes = peak_bytes(170_000) - peak_bytes(70_000)
+    assert grown_bytes < 12 * 100_000
 
 
 def test_too_long_is_judged_by_the_policy() -> None:
@@ -107,7 +164,9 @@ def test_too_long_is_judged_by_the_policy() -> None:
         ("cut", [False, False, True]),
     ):
         settings_ = DataConfig(seq_len=64, too_long=policy)  # type: ignore[arg-type]
-        assert choose([index], [1.0], settings_, 1, "x").is_too_long[0].tolist() == expected
+        assert too_long(index, settings_).tolist() == expected
+        chosen = choose([in_parts(index)], [1.0], settings_, 1, "x")
+        assert spread_over(index, chosen.copies[0], settings_).tolist() == [not bad for bad in expected]
 
 
 # --- through a preparation ---

@@ -51,6 +51,20 @@ def test_help_of_a_command_says_what_every_option_does() -> None:
                 assert parameter.help, f"{name} {parameter.name}"  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("typed", "expected"), [("hotlap rep", "plain,report\n"), ("hotlap logs -f my", "plain,my-run\n")]
+)
+def test_a_shell_is_told_commands_and_runs(typed: str, expected: str, tmp_path: Path) -> None:
+    """What bash asks when Tab is pressed, after `eval "$(_HOTLAP_COMPLETE=bash_source hotlap)"`."""
+    for name in ("my-run", "mine", "other"):
+        (tmp_path / "runs" / name / "slices").mkdir(parents=True)
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    env = {**os.environ, "_HOTLAP_COMPLETE": "bash_complete", **words}
+    program = [str(Path(sys.executable).parent / "hotlap")]
+    process = subprocess.run(program, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert process.stdout == expected, process.stderr
+
+
 @pytest.mark.torch
 def test_a_run_from_the_command_line(tiny_args: list[str], tmp_path: Path) -> None:
     """Train, look, ask, and meet the refusals, each as its own command."""

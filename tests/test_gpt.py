@@ -1,6 +1,7 @@
 """The single-file GPT: what its model may see, what its numbers are, and how a run ends."""
 
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -180,6 +181,9 @@ def test_sizes_by_hand(gpt: ModuleType) -> None:
         "params": matrices + rows,
         "params_active": matrices + 3 * 32,
         "flops_per_token": 6 * (matrices + 32 * 16),
+        "expected_mem_mb": round(
+            gpt.BARE_MB + 4 * (4 * (matrices + rows) + (20 * 32 + 9 * 32 + 4 * 11) * 4 * 16) / 2**20
+        ),
     }
 
 
@@ -630,6 +634,7 @@ SCHEMA = closed(
     **dict.fromkeys(
         ("steps", "tokens", "params", "params_active", "flops_per_token", "val_tokens", "val_bytes"), COUNT
     ),
+    expected_mem_mb=COUNT,
     **dict.fromkeys(("val_search_nats_per_byte", "val_search_bpb", "val_lock_nats_per_byte", "train_loss_ema"), MAYBE),
     **dict.fromkeys(("budget_s", "charged_s", "total_s", "epochs", "peak_mem_mb"), NUMBER),
     **dict.fromkeys(("wall_s", "cpu_s", "setup_s", "warm_s", "eval_s", "tokens_per_s", "lr_at_end"), MAYBE),
@@ -684,3 +689,17 @@ def test_flags_make_the_same_order(gpt: ModuleType, capsys: pytest.CaptureFixtur
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["config"] == gpt.resolve({**SMALL, "lr": 0.003, "schedule": "cosine"})
     assert result["budget_s"] == 0.3
+
+
+def test_sizes_are_told_before_anything_is_built(
+    gpt: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For whole configurations and for partial ones; the largest would not fit any memory."""
+    huge = {"width": 768, "depth": 12, "batch_size": 128, "context": 512}
+    asked = {"data": "embedded", "configs": [SMALL, gpt.resolve(SMALL), huge]}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
+    assert gpt.main(["--sizes"]) == 0
+    small, same, large = json.loads(capsys.readouterr().out)
+    config = gpt.resolve(SMALL)
+    assert small == same == gpt.sizes(gpt.GPT(config, gpt.load("embedded").num_symbols), config)
+    assert large["expected_mem_mb"] > 20_000 > 100 * gpt.BARE_MB / small["expected_mem_mb"]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hotlap import guard
-from hotlap.config import CloudConfig, GuardConfig, RunConfig
+from hotlap.config import CloudConfig, RunConfig
+from hotlap.config_cloud import GuardConfig
 from hotlap.errors import GuardRefused
 from hotlap.guard import ServerProcess, kind_of, serving_reason
 

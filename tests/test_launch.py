@@ -339,7 +339,8 @@ def test_money_commands_on_an_empty_home(home: Path, monkeypatch: pytest.MonkeyP
     assert "nothing is past its time" in inside("reap").stderr
     found = doctor_money.examine([])
     assert found and found["reaper"]["is_active"] and found["ledger"]["is_reachable"]
-    assert {row["provider"]: row["seconds"] for row in found["worst_loss"]} == {"local": 385, "runpod": 850}
+    worst = {row["provider"]: row["seconds"] for row in found["worst_loss"]}
+    assert worst == {"local": 385, "ssh": 460, "runpod": 850, "modal": 640}
 
 
 @pytest.mark.parametrize(

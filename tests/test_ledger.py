@@ -21,7 +21,7 @@ from postgres import Server
 from hotlap.cloud.lease import Lease, Sum, day_of, forecast, next_day_s, overdue_s
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.money import Amount, Rate, loss_bound_s, ttl_s, usd, worst_rate
-from hotlap.config import BudgetConfig, CloudConfig, LimitsConfig, ReaperConfig
+from hotlap.config_cloud import BudgetConfig, CloudConfig, LimitsConfig, ReaperConfig
 from hotlap.errors import BudgetRefused, CorruptFile, RunLocked, StorageFailed, VolumeGone
 
 pytestmark = pytest.mark.long
@@ -389,7 +389,8 @@ def test_a_ledger_that_cannot_be_opened_is_told_without_its_password(url: str) -
 def test_the_worst_case_loss_is_ttl_reaper_period_and_proof() -> None:
     from hotlap.cloud.rental import all_traits
 
-    local, runpod = all_traits()
+    traits = {each.name: each for each in all_traits()}
+    local, runpod = traits["local"], traits["runpod"]
     ttl = ttl_s(310.0, runpod)
     assert (ttl, loss_bound_s(ttl, 300.0, runpod)) == (490, 490 + 300 + 60)
     assert loss_bound_s(ttl_s(310.0, local), 300.0, local) == 370 + 15

@@ -17,7 +17,7 @@ from hotlap.cloud import launcher, rental
 from hotlap.cloud.lease import Lease, day_of
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.money import Amount
-from hotlap.config import CloudConfig, LedgerConfig, LimitsConfig
+from hotlap.config_cloud import CloudConfig, LedgerConfig, LimitsConfig
 from hotlap.errors import BudgetRefused, RunLocked, StorageFailed
 
 pytestmark = pytest.mark.long

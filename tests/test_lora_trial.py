@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fixtures_data import write_jsonl
+from safetensors.numpy import load_file
 
 from hotlap import durable
 from hotlap.config import RunConfig
@@ -68,6 +69,11 @@ def test_one_model_scored_on_two_splits(order: dict[str, object], tmp_path: Path
         val_loss = durable.read_rows(trial / split / "metrics.jsonl")[-1]["val_loss"]
         assert result[f"val_{split}_nats_per_byte"] == pytest.approx(val_loss * num_targets / num_bytes)
     assert (result["val_bytes"], result["val_tokens"]) == (14, 18)
+    calibration = trial / "calibration"
+    floor = durable.read_rows(calibration / "metrics.jsonl")[-1]["val_loss"] * 18 / 14
+    assert result["floors"] == {"untrained": pytest.approx(floor)}
+    moved = load_file(calibration / "adapter" / "adapter_model.safetensors")
+    assert max(float(abs(moved[name]).max()) for name in moved if "lora_B" in name) < 1e-20, "the base model is scored"
 
 
 @pytest.mark.torch

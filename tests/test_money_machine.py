@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from stage import CREATE, DELETE, LIST, LOGS, PROOF_S, REAPER_PERIOD_S, Killed, Life, Stage
 
-from hotlap.config import BudgetConfig, CloudConfig, LimitsConfig
+from hotlap.config_cloud import BudgetConfig, CloudConfig, LimitsConfig
 from hotlap.errors import HotlapError
 from hotlap.testing.containers import Job
 from hotlap.testing.faults import Fault

@@ -36,7 +36,7 @@ from hotlap.data.cache import build_once
 from hotlap.data.left_out import LeftOut
 from hotlap.data.packed import Order, PackedDataset, Packing, folder_of, open_packed, permutation, plan_order
 from hotlap.data.prepare import Places, prepare
-from hotlap.data.readers import Example, read_examples
+from hotlap.data.readers import Example, Source, read_examples
 from hotlap.data.render import Rendered, Renderer
 from hotlap.data.rows import write_rows
 from hotlap.errors import BadData
@@ -417,6 +417,87 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
     monkeypatch.setattr(render.Renderer, "render_each", append_and_render)
     with pytest.raises(BadData, match="changed while it was read"):
         pack(source, f4)
+
+
+def test_a_source_that_was_other_for_a_while_is_refused(
+    f4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are those of the fingerprint before and after, and may not have been when they were read."""
+    source = write_jsonl(tmp_path / "x.jsonl", f3_rows())
+    right = source.read_bytes()
+    render_each, its_rows = render.Renderer.render_each, Source.rows
+
+    def other_rows(self: Source) -> object:
+        source.write_bytes(right.replace(b"q1", b"Q1"))
+        return its_rows(self)
+
+    def restore_and_render(self: render.Renderer, examples: Sequence[Example]) -> object:
+        source.write_bytes(right)
+        return render_each(self, examples)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Source, "rows", other_rows)
+        patch.setattr(render.Renderer, "render_each", restore_and_render)
+        with pytest.raises(BadData, match="changed while it was read"):
+            pack(source, f4)
+    assert source.read_bytes() == right
+    data = pack(source, f4).train
+    assert not any("Q1" in text_of(tokens) for tokens, _ in data.examples()) and data.num_examples == 64
+
+
+def test_the_day_that_a_template_writes_is_part_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run opens its rows by fingerprint on any day; made anew on another day, they are other rows and seen to be."""
+    source = write_jsonl(tmp_path / "x.jsonl", f3_rows(3))
+    dated = write_byte_tokenizer(tmp_path / "dated", "{{ strftime_now('%Y-%m-%d') }}" + F4_BEGIN)
+    undated = write_byte_tokenizer(tmp_path / "undated", F4_BEGIN)
+    now_s, day_s = clock.wall_s(), 86400.0
+    today = [pack(source, tokenizer).train for tokenizer in (dated, undated)]
+    assert pack(source, dated).train.fingerprint == today[0].fingerprint
+    monkeypatch.setattr(clock, "wall_s", lambda: now_s + day_s)
+    tomorrow = [pack(source, tokenizer).train.fingerprint for tokenizer in (dated, undated)]
+    assert tomorrow[0] != today[0].fingerprint and tomorrow[1] == today[1].fingerprint
+    reopened = open_packed(today[0].fingerprint)
+    assert reopened is not None and (reopened.tokens_NT == today[0].tokens_NT).all()
+    template = tmp_path / "own.jinja"
+    template.write_text(F4_BEGIN)  # a template without takes the dated one's place
+    config = RunConfig.model_validate({"base_model": "m", "dataset": "d", "data": {"chat_template": str(template)}})
+    places = Places(source, chat_template=template)
+    own = [prepare(config, 1, places, dated, silent).train.fingerprint]
+    monkeypatch.setattr(clock, "wall_s", lambda: now_s)
+    assert prepare(config, 1, places, dated, silent).train.fingerprint == own[0]
+
+
+def test_an_empty_part_is_told(f4: Path, tmp_path: Path) -> None:
+    folder, said = tmp_path / "parts", list[str]()
+    folder.mkdir()
+    write_jsonl(folder / "one.jsonl", f3_rows(2))
+    (folder / "two.jsonl").write_bytes(b"")
+    assert pack(folder, f4, said.append).train.num_examples == 2
+    assert [text for text in said if "is empty" in text] == [
+        f"{folder / 'two.jsonl'} is empty: it has 0 bytes and gives no examples."
+    ]
+
+
+def test_an_example_on_both_sides_is_told(f4: Path, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "x.jsonl", f3_rows(9))
+    said = list[str]()
+    apart = pack(source, f4, said.append, held_out=write_jsonl(tmp_path / "apart.jsonl", f3_rows(12)[9:]))
+    assert apart.num_also_trained == 0 and not any("as well" in text for text in said)
+    held_out = write_jsonl(tmp_path / "leaky.jsonl", [*f3_rows(12)[7:], f3_rows(9)[8]])
+    leaky = pack(source, f4, said.append, held_out=held_out, packing={"method": "best-fit"})
+    assert leaky.num_also_trained == 3  # rows 7 and 8, and 8 again
+    assert said[-1].startswith("3 of 6 held-out examples stand among the trained ones as well, token for token")
+    doubled = write_jsonl(tmp_path / "doubled.jsonl", f3_rows(6) * 2)
+    split = pack(doubled, f4, eval_examples=4)
+    assert split.held_out is not None
+    trained = {text_of(tokens) for tokens, _ in split.train.examples()}
+    assert split.num_also_trained == sum(text_of(tokens) in trained for tokens, _ in split.held_out.examples()) > 0
+
+
+def test_examples_that_are_alone_in_their_rows_have_no_filling(f4: Path, tmp_path: Path) -> None:
+    source, said = write_jsonl(tmp_path / "x.jsonl", f3_rows(4)), list[str]()
+    pack(source, f4, said.append, packing={"method": "none"}, seq_len=64)
+    assert any("4 of 4 examples, each in a row of its own, of 64 tokens at most; " in text for text in said)
 
 
 def test_a_refused_build_leaves_nothing(f4: Path, tmp_path: Path, home: Path) -> None:

@@ -24,11 +24,15 @@ from hotlap.cloud.money import Amount
 from hotlap.cloud.provider import Where
 from hotlap.cloud.runpod import TRAITS
 from hotlap.cloud.runpod_shapes import create_body, in_older_words
-from hotlap.config import BudgetConfig, CloudConfig, RunConfig, load_run
+from hotlap.config import CloudConfig, RunConfig, load_run
+from hotlap.config_cloud import BudgetConfig
 from hotlap.testing.bodies import MAX_BODY_BYTES
 from hotlap.testing.fake_runpod import FakeRunpod
 
 pytestmark = pytest.mark.long
+
+
+IMAGE = f"img@sha256:{0:064}"
 
 
 def config_of(**changes: Any) -> RunConfig:
@@ -236,7 +240,16 @@ def test_the_founding_form_prepares_trains_and_resumes(tmp_path: Path, home: Pat
         url, key = settings["HOTLAP_RUNPOD_URL"], {"Authorization": f"Bearer {settings['RUNPOD_API_KEY']}"}
         body = {"name": "data", "size": 10, "dataCenter": "EU-RO-1"}
         volume_id = httpx.post(f"{url}/network-volumes", json=body, headers=key).json()["id"]
-        words = ["launch", "--job", "qlora", "--volume-id", volume_id, "--image", "img@sha256:0", "--json"]
+        words = [
+            "launch",
+            "--job",
+            "qlora",
+            "--volume-id",
+            volume_id,
+            "--image",
+            "img@sha256:0000000000000000000000000000000000000000000000000000000000000000",
+            "--json",
+        ]
         words += ["--base-model", "/workspace/model", "--dataset", "/workspace/data/train.jsonl"]
         words += ["--set", "train.max_steps=6", "--set", "data.seq_len=64", "--set", "slice.num_threads=1"]
 

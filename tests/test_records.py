@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contest import ROOT, micro, micro_contest, run_of
+from contest import ROOT, changed_track, micro, micro_contest, run_of
 
 from hotlap import durable
-from hotlap.errors import CorruptFile, PinMismatch, Refused
+from hotlap.errors import CorruptFile, PinMismatch, Refused, UsageError
 from hotlap.speedrun import new_track, records, replay, report, track
 
 RESEARCH = ROOT.parent / "shared" / "research" / "speedrun-techniques.md"
@@ -43,7 +43,12 @@ def logged(
         "date": "2026-11-30T10:00:00Z",
         "machine": {"processor": "CPU", "num_threads_here": 2, "python": "3.11", "versions": {"torch": "2.13.0"}},
         "runs": runs,
-        "summary": {"time_seconds_mean": 1.0, "time_seconds_interval": None},
+        "summary": {
+            "time_seconds_mean": 1.0,
+            "time_seconds_interval": None,
+            "num_tokens_mean": None,
+            "usd_micros_mean": 0,
+        },
     }
     built["decision"] = vars(report.decide_again(built))
     path = records.folder_of(contest, each) / "attempts" / name / "report-3.json"
@@ -88,7 +93,7 @@ def test_strangers_text_is_only_text(contest: Path) -> None:
     logged(contest, micro(contest), "001-ada", good_runs(1), "x | y <script>alert(1)</script> [a](b) `c` @all\n# d")
     table = (contest / "records" / "LEADERBOARD.md").read_text()
     (line,) = [line for line in table.splitlines() if "alert" in line]
-    assert line.count("|") == 10
+    assert line.count("|") == 11
     assert not any(text in line for text in ("<", "[", "](", "`", "@", "# "))
     assert "Ada &#60;b&#62;" in line
 
@@ -205,6 +210,24 @@ def test_the_public_records_are_those_of_the_research() -> None:
             assert int(cells[7].replace(",", "")) == row["num_params"]
             num_seen += 1
     assert num_seen == 8
+
+
+def test_nothing_under_provisional_rules_is_a_record(contest: Path) -> None:
+    """Version 0 may be frozen again; what was verified before stays apart, under the rules it was verified under."""
+    first = changed_track(contest, {"version = 1": "version = 0"})
+    logged(contest, first, "001-ada", good_runs(1))
+    (row,) = records.read(contest, first)
+    assert row["verdict"] == "pass" and records.standings([row]) == []
+    assert json.loads((contest / "records" / "records.json").read_text())["records"] == []
+    assert "001-ada (pass)" in (contest / "records" / "LEADERBOARD.md").read_text()
+    spec = contest / "tracks" / "micro" / "spec.toml"
+    spec.write_text(spec.read_text().replace("target = 0.80", "target = 0.85"))
+    second = new_track.freeze(spec.parent, lambda _text: None)
+    assert second.name != first.name and records.read(contest, second) == []
+    spec.write_text(spec.read_text().replace("version = 0", "version = 1"))
+    assert new_track.freeze(spec.parent, lambda _text: None).name == "micro"
+    with pytest.raises(UsageError, match="frozen already"):
+        new_track.freeze(spec.parent, lambda _text: None)
 
 
 def test_the_shipped_tables_are_up_to_date() -> None:

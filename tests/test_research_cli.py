@@ -56,6 +56,8 @@ def test_a_session_from_the_command_line(tmp_path: Path) -> None:
     expected = hotlap("simulate", "study.toml", "--repeats", "200", "--json", "--usd-per-hour", "3", cwd=tmp_path)
     report = json.loads(expected.stdout)
     assert report["noise"] is None and report["session_usd"] > 0 and len(report["table"]) == 5
+    assert 0 < report["rented"]["usd_micros"] <= report["rented"]["most_usd_micros"]
+    assert "A full 8-iteration session costs about $" in report["words"]
     hotlap("best", "bowl", cwd=tmp_path, check=2)
 
     first = hotlap("study.toml", "--trials", "3", cwd=tmp_path)

@@ -16,13 +16,14 @@ import pytest
 
 from hotlap import clock
 from hotlap.errors import Refused
-from hotlap.speedrun import jail, sandbox
+from hotlap.speedrun import environments, jail, sandbox
 from hotlap.speedrun.sandbox import Bounds, Program, Ran
 
 pytestmark = pytest.mark.long
 
 ALL = ("filesystem", "network", "processes", "privileges", "limits")
 MIB = 1 << 20
+LIBRARIES = environments.own().folders
 
 
 def run(
@@ -40,9 +41,10 @@ def run(
     program = Program(
         argv=(sys.executable, "-I", "-S", "-c", dedent(code)),
         cwd="/",
-        env=env or sandbox.environment(1),
+        env=env or sandbox.variables(1, Path(sys.executable)),
         inputs=inputs,
         collect=collect or {},
+        libraries=LIBRARIES,
     )
     return sandbox.run(program, Bounds(time_limit_s, memory_bytes, num_processes, 1), work, ALL)
 
@@ -193,7 +195,7 @@ def test_no_secrets_in_the_environment(tmp_path: Path, monkeypatch: pytest.Monke
         print(json.dumps([sorted(os.environ), [text.count("rpa_secret") for text in texts]]))
     """
     names, counts = said(run(tmp_path, code))
-    assert set(names) - {"LC_CTYPE"} == set(sandbox.environment(1))
+    assert set(names) - {"LC_CTYPE"} == set(sandbox.variables(1, Path(sys.executable)))
     assert counts == [0]
 
 
@@ -396,6 +398,7 @@ def test_a_killed_caller_leaves_nothing_running(tmp_path: Path) -> None:
             {},
             (),
             {},
+            LIBRARIES,
         ),
         Bounds(300.0, 64 * MIB, 8, 1),
         tmp_path / "work",

@@ -13,7 +13,7 @@ from hotlap.cloud import launcher, launches, rental
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.proof import Patience
 from hotlap.cloud.provider import Start
-from hotlap.config import BudgetConfig, CloudConfig
+from hotlap.config_cloud import BudgetConfig, CloudConfig
 from hotlap.errors import (
     AmbiguousCreate,
     BudgetRefused,

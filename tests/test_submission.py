@@ -1,6 +1,7 @@
 """Static checks: what is refused, each with its reason, without a line of the submission being run."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import yaml
 from contest import NOTES, ROOT, micro, micro_contest, written_submission
 
 from hotlap.errors import UsageError
-from hotlap.speedrun import submission
+from hotlap.speedrun import submission, template
 
 GOOD = "import argparse\n\nprint('trained')\n"
 
@@ -38,7 +39,7 @@ def test_the_template_is_accepted_for_every_track(tmp_path: Path) -> None:
     from hotlap.speedrun import track
 
     for number, each in enumerate(track.tracks(ROOT)):
-        folder = submission.new(tmp_path, f"{number:03}-ada", "ada", each)
+        folder = template.new(tmp_path, f"{number:03}-ada", "ada", each)
         assert submission.check(folder, each) == []
         assert submission.track_of(folder) == each.spec.id
 
@@ -197,7 +198,11 @@ def test_a_folder_that_is_refused(change: Callable[[Path], None], reason: str, c
         ({"base_model": "other/model"}, "base_model must be hotlap/tiny-random"),
         ({"track": "t1"}, "is for track 't1', not micro"),
         ({"seed": 42}, "the verifier draws it"),
-        ({"extra_pip_packages": ["fast"]}, "does not install"),
+        ({"extra_pip_packages": ["fast"]}, "is not name==version"),
+        ({"extra_pip_packages": ["x==1 --index-url=http://evil"]}, "is not name==version"),
+        ({"extra_pip_packages": ["x @ git+https://evil"]}, "is not name==version"),
+        ({"extra_pip_packages": "x==1"}, "is no list"),
+        ({"self_reported": {"accuracies": ["0.9"]}}, "are numbers"),
     ],
 )
 def test_a_configuration_that_is_refused(changes: dict[str, object], reason: str, contest: Path) -> None:
@@ -227,14 +232,14 @@ def test_the_code_state_is_all_files_but_the_notes(contest: Path) -> None:
 
 
 def test_new_takes_no_name_twice_and_no_strange_author(contest: Path) -> None:
-    folder = submission.new(contest, "001-ada", "ada", micro(contest))
+    folder = template.new(contest, "001-ada", "ada", micro(contest))
     assert yaml.safe_load((folder / "config.yaml").read_text())["track"] == "micro"
     with pytest.raises(UsageError, match="take the next number"):
-        submission.new(contest, "001-ada", "ada", micro(contest))
+        template.new(contest, "001-ada", "ada", micro(contest))
     with pytest.raises(UsageError, match="GitHub name"):
-        submission.new(contest, "002-ada", "ada: x\nb", micro(contest))
+        template.new(contest, "002-ada", "ada: x\nb", micro(contest))
     with pytest.raises(UsageError, match="NNN-author"):
-        submission.new(contest, "../x", "ada", micro(contest))
+        template.new(contest, "../x", "ada", micro(contest))
 
 
 def test_without_a_track_it_is_the_public_first(contest: Path) -> None:
@@ -244,3 +249,37 @@ def test_without_a_track_it_is_the_public_first(contest: Path) -> None:
     (folder / "config.yaml").unlink()
     with pytest.raises(UsageError, match=r"config\.yaml"):
         submission.track_of(folder)
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "submissions").iterdir()), ids=lambda path: path.name)
+def test_the_shipped_submissions_are_good_ones(folder: Path) -> None:
+    from hotlap.speedrun import track
+
+    assert submission.check(folder, track.find(ROOT, submission.track_of(folder))) == []
+
+
+RECIPES = [
+    ("lr = 1", "no such setting|Extra inputs"),
+    ("[optim]\nlr = 'fast'", "optim.lr"),
+    ("not toml", "not valid TOML"),
+    ("base_model = 'x'", "base_model: the track and the verifier give that"),
+    ("seed = 1", "seed: the track"),
+    ("[slice]\nminutes = 9", "slice: the track"),
+    ("[data]\neval_dataset = '/etc/passwd'", "data.eval_dataset: the track"),
+    ("[lora]\ninit_from = '/x'", "lora.init_from: the track"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), RECIPES)
+def test_recipes_that_are_refused(text: str, reason: str, contest: Path) -> None:
+    folder = template.new(contest, "001-ada", "ada", micro(contest), "recipe")
+    assert refused(contest, folder) == []
+    (folder / "recipe.toml").write_text(text)
+    (said,) = refused(contest, folder)
+    assert re.search(reason, said), said
+
+
+def test_a_submission_is_either_a_program_or_a_recipe(contest: Path) -> None:
+    folder = template.new(contest, "001-ada", "ada", micro(contest), "recipe")
+    (folder / "train.py").write_text(GOOD)
+    assert refused(contest, folder) == ["refused: train.py: there has to be one of train.py and recipe.toml"]

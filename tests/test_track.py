@@ -23,7 +23,7 @@ RESEARCH = ROOT.parent / "shared" / "research" / "speedrun-techniques.md"
 
 
 def test_every_shipped_track_is_as_it_was_frozen() -> None:
-    assert {each.name for each in track.tracks(ROOT)} >= {"c1", "micro", "t1", "t2"}
+    assert {each.spec.id for each in track.tracks(ROOT)} == {"c1", "c2", "micro", "t1", "t2"}
 
 
 @pytest.mark.parametrize("track_id", ["t1", "t2"])
@@ -200,6 +200,23 @@ def test_c1_answers_are_the_dates_in_the_sentences() -> None:
         if year < 100:
             year += 1900 if year >= 50 else 2000
         assert datetime.date(year, month, day).isoformat() == row["answer"], text
+
+
+def test_c2_answers_stand_in_their_sentences_and_the_splits_share_neither_sentence_nor_city() -> None:
+    program = runpy.run_path(str(ROOT / "tracks" / "c2" / "generate.py"))
+    assert not set(program["SENTENCES"]["train"]) & set(program["SENTENCES"]["test"])
+    assert not set(program["CITIES"]["train"]) & set(program["CITIES"]["test"])
+    for split in ("train", "test"):
+        rows = generated("c2", split, "s", 300)
+        assert len({row["question"] for row in rows}) > 290
+        for row in rows:
+            number, amount, goods, city = row["answer"].split("; ")
+            assert re.fullmatch(r"\d{4}", number) and re.fullmatch(r"\d{1,2}", amount)
+            assert city in program["CITIES"][split]
+            assert all(row["question"].count(field) == 1 for field in (number, f"{amount} {goods}", city)), row
+    c2 = track.find(ROOT, "c2")
+    assert c2.spec.environment and c2.is_provisional
+    assert inputs.test_rows(c2, "aa") == inputs.test_rows(c2, "aa") != inputs.test_rows(c2, "ab")
 
 
 def test_days_and_ordinals() -> None:

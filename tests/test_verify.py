@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contest import floats, micro, micro_contest, run_of, safetensors, trained_submission, written_submission
+from contest import PUBLIC, changed_track, floats, micro, micro_contest, run_of, safetensors, written_submission
 
 from hotlap import durable
+from hotlap.child import Stops
 from hotlap.cli import cli
 from hotlap.errors import CorruptFile, Refused, RunChanged, RunLocked, UsageError
-from hotlap.speedrun import records, replay, track, verify
-from hotlap.speedrun.verify import Sources
+from hotlap.speedrun import environments, records, replay, submission, template, track, verify
+from hotlap.speedrun.attempt import Sources, Verification, run_once
 
 pytestmark = [pytest.mark.long, pytest.mark.torch]
 
@@ -42,50 +43,143 @@ def contest(tmp_path: Path) -> Path:
     return micro_contest(tmp_path / "contest")
 
 
-def test_a_whole_verification(contest: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three trainings in sandboxes, audited, scored on fresh rows, decided, recorded, replayed."""
-    folder = trained_submission(contest)
+PUBLIC_TRAIN = """
+import argparse
+import hashlib
+import json
+import os
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+for name in ("--data-dir", "--output-dir"):
+    parser.add_argument(name, type=Path, required=True)
+parser.add_argument("--seed", type=int, required=True)
+args = parser.parse_args()
+
+import yaml
+
+pins = json.loads(Path("harness/pins.json").read_text())
+spec = yaml.safe_load(Path(os.environ["LORA_SPEEDRUN_SPEC"]).read_text())
+assert os.environ["LORA_SPEEDRUN_SPEC"] == "/repo/spec.yaml" == str(Path("spec.yaml").absolute())
+assert (pins["base_model"], pins["train_examples"]) == ("Qwen/Qwen2.5-1.5B", 400), pins
+assert (spec["track_id"], spec["base_model"], spec["target_accuracy"]) == ("t1", "Qwen/Qwen2.5-1.5B", 0.8), spec
+assert args.data_dir == Path(os.environ["LORA_SPEEDRUN_DATA_DIR"], spec["dataset"]["local_prefix"] + "_train")
+assert [path.name for path in args.data_dir.parent.iterdir()] == ["gsm8k_train"]
+hub = Path(os.environ["HF_HOME"], "hub", "models--Qwen--Qwen2.5-1.5B")
+assert (hub / "refs" / "main").read_text() == pins["base_model_sha"]
+weights = (hub / "snapshots" / pins["base_model_sha"] / "model.safetensors").read_bytes()
+assert hashlib.sha256(weights).hexdigest() == pins["model_file_sha256"]["model.safetensors"]
+offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+assert all(os.environ[name] == "1" for name in offline)
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+set_seed(args.seed)
+tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-1.5B")
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-1.5B")
+model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+rows = [json.loads(line) for line in (args.data_dir / "train.jsonl").read_text().splitlines()]
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+order = torch.cat([torch.randperm(len(rows)) for _ in range(8)]).tolist()
+for start in range(0, len(order), 40):
+    batch = [rows[index] for index in order[start : start + 40]]
+    tokens = torch.tensor([tokenizer(f"{row['question']}= {row['answer']}")["input_ids"] for row in batch])
+    end = torch.full((len(batch), 1), tokenizer.eos_token_id)
+    tokens = torch.cat([tokens, end], dim=1)
+    labels = torch.where(torch.arange(tokens.shape[1]) < 3, -100, tokens)
+    model(input_ids=tokens, labels=labels).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.save_pretrained(args.output_dir)
+"""
+
+
+def test_a_whole_verification_of_a_public_submission(contest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A `train.py` to the public contract, on a tiny stand-in under the public model's name: three trainings in
+    sandboxes, audited, scored on fresh rows, decided, recorded, replayed. PEFT's README.md is no offense."""
+    chosen = changed_track(contest, PUBLIC, "t1")
+    fields = {"track": "t1", "base_model": "Qwen/Qwen2.5-1.5B", "hyperparameters": {"rank": 16}}
+    folder = written_submission(contest, PUBLIC_TRAIN, "001-ada", **fields, self_reported={"accuracies": [0.1]})
     asked: list[str] = []
-    report = verify.verify(contest, folder, micro(contest), 3, sources(asked), no_talk)
+    report = verify.verify(contest, folder, chosen, 3, sources(asked), no_talk)
     assert report["decision"]["verdict"] == "pass", report["decision"]
     assert asked == ["seed", "entropy"] * 3
     assert [run["seed"] for run in report["runs"]] == [11, 12, 13]
     assert len({run["adapter_sha256"] for run in report["runs"]}) == 3
     rank, width, inner = 16, 32, 64
     per_layer = 4 * rank * (width + width) + 3 * rank * (width + inner)
+    (attempt,) = (records.folder_of(contest, chosen) / "attempts").iterdir()
     for number, run in enumerate(report["runs"], start=1):
         assert run["num_params"] == 2 * per_layer
         assert 0 < run["wall_s"] <= run["outer_wall_s"]
-        assert run["protections"] == list(micro(contest).spec.verification.protections)
-        kept = records.folder_of(contest, micro(contest)) / "attempts"
-        (attempt,) = kept.iterdir()
+        assert run["protections"] == list(chosen.spec.verification.protections)
+        assert "README.md" in {entry["name"] for entry in run["output"]}
         rows = [json.loads(line) for line in (attempt / f"run-{number}" / "test.jsonl").read_text().splitlines()]
-        assert rows == [dict(row) for row in verify.inputs.test_rows(micro(contest), f"e{number}")]
+        assert rows == [dict(row) for row in verify.inputs.test_rows(chosen, f"e{number}")]
         predictions = (attempt / f"run-{number}" / "predictions.jsonl").read_text().splitlines()
         right = sum(json.loads(p)["text"].strip() == row["answer"] for p, row in zip(predictions, rows, strict=True))
         assert run["score"] == right / 100 >= 0.8
         assert not (attempt / f"run-{number}" / "train").exists()
-    _check_what_is_left(contest, folder, report, capsys)
+    (differing,) = report["differing_claims"]
+    assert differing.startswith("config.yaml claims a score of 0.1; measured was ")
+    _check_what_is_left(contest, folder, chosen, report, capsys)
 
 
 def _check_what_is_left(
-    contest: Path, folder: Path, report: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    contest: Path, folder: Path, chosen: track.Track, report: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (row,) = records.read(contest, micro(contest))
+    (row,) = records.read(contest, chosen)
     assert row["verdict"] == "pass" and row["times_seconds"] == [run["wall_s"] for run in report["runs"]]
     path = contest / row["report"]
     assert replay.replay(path)["scores"] == [run["score"] for run in report["runs"]]
     assert cli.main(["speedrun", "replay", str(path)], standalone_mode=False) == 0
     assert "pass: as reported" in capsys.readouterr().out
+    assert cli.main(["speedrun", "check", str(folder), "--contest", str(contest)], standalone_mode=False) == 0
+    assert f"warning: {row['report']}: config.yaml claims a score of 0.1" in capsys.readouterr().out
     assert records.check(contest) == []
     assert "| 1 | " in (contest / "records" / "LEADERBOARD.md").read_text()
-    assert path.with_suffix(".md").read_text().startswith("# 001-ada on track micro, version 1: pass")
+    assert path.with_suffix(".md").read_text().startswith("# 001-ada on track t1, version 1: pass")
     with pytest.raises(Refused, match="This code was verified"):
-        verify.verify(contest, folder, micro(contest), 3, sources(), no_talk)
+        verify.verify(contest, folder, chosen, 3, sources(), no_talk)
     predictions = path.parent / "run-2" / "predictions.jsonl"
     predictions.write_text(predictions.read_text().replace('"is_right": true', '"is_right": false', 1))
     with pytest.raises(CorruptFile, match="is not what run 2 was scored on"):
         replay.replay(path)
+
+
+# --- a recipe of our own trainer ---
+
+MICRO_RECIPE = """
+[optim]
+lr = 1e-2
+schedule = "constant"
+
+[train]
+max_steps = 80
+micro_batch_rows = 10
+
+[data]
+seq_len = 32
+"""
+
+
+def test_a_recipe_trains_in_one_process_and_is_judged_like_any_other(contest: Path, tmp_path: Path) -> None:
+    folder = template.new(contest, "003-eve", "eve", micro(contest), "recipe")
+    assert submission.load(folder, micro(contest)).recipe is not None
+    (folder / "recipe.toml").write_text(MICRO_RECIPE)
+    own = environments.own()
+    entry = submission.load(folder, micro(contest))
+    model = verify.inputs.base_model(micro(contest), no_talk)
+    verification = Verification(tmp_path / "out", micro(contest), entry, model, own, own, sources(), no_talk, Stops())
+    verification.run_folder(1).mkdir(parents=True)
+    run = run_once(verification, 1, 5)
+    log = (verification.run_folder(1) / "train.log").read_text()
+    assert (run["exit_code"], run["complaints"]) == (0, []), log
+    assert run["num_left_behind"] == 0 and run["score"] >= 0.8
+    assert run["num_tokens"] >= 80 * 10 * 3  # rows hold one example or more, and none is shorter
+    assert {entry["name"] for entry in run["output"]} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 # --- without torch in the submission: an adapter written byte by byte ---

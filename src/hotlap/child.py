@@ -82,7 +82,7 @@ class Stops:
 
     def _pass_on(self, process: "subprocess.Popen[str]") -> None:
         if self.was_killed:
-            _kill_group(process.pid)
+            kill_group(process.pid)
         else:
             self._told.add(process.pid)
             process.send_signal(signal.SIGTERM)
@@ -137,10 +137,10 @@ def _watch(
             listener.hear(lines, timeout_s=min(_POLL_S, deadline.remaining_s()))
             if deadline.is_over() and process.poll() is None:
                 did_overrun = True
-                _kill_group(process.pid)
+                kill_group(process.pid)
                 process.wait()
     finally:  # also when a listener raised: nobody would watch the child any more
-        _kill_group(process.pid)
+        kill_group(process.pid)
         process.wait()
         stops.processes.discard(process)
     wall_s = clock.monotonic_s() - started_s
@@ -220,7 +220,8 @@ def passing_on_stops() -> Generator[Stops]:
             signal.signal(number, handler)
 
 
-def _kill_group(pid: int) -> None:
+def kill_group(pid: int) -> None:
+    """End what is left of a process group that a child began."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -11,12 +11,13 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from hotlap import durable
 from hotlap.config_base import Config
+from hotlap.config_cloud import CLOUD_TOML, CloudConfig
 from hotlap.config_data import DataConfig, PackingConfig
 from hotlap.config_model import LoraConfig, ModelConfig, OptimConfig
 from hotlap.config_techniques import TechniquesConfig
@@ -85,6 +86,11 @@ class SliceConfig(Config):
     """Compute a layer's activations again in the backward pass instead of keeping them: less memory, more time, the
     same result. May be changed from slice to slice."""
 
+    attention_kernel: Literal["auto", "mask", "flash", "flex"] = "auto"
+    """What keeps the examples of a row apart. `auto` is FlashAttention on a CUDA device with the `flash-attn` package
+    and 16-bit numbers, else a mask. `flex` is torch's own, on CUDA. They differ in rounding; may be changed from slice
+    to slice."""
+
     @property
     def cap_s(self) -> float:
         return self.minutes * 60.0
@@ -145,6 +151,12 @@ class RunConfig(Config):
     def run_name(self) -> str:
         if self.run is not None:
             return self.run
+        slug = re.sub(r"[^a-z0-9]+", "-", Path(self.dataset).stem.lower()).strip("-")[:32] or "run"
+        return f"{slug}-{self.trajectory_digest}"
+
+    @property
+    def trajectory_digest(self) -> str:
+        """Of the settings that decide what is learned: 8 digits, the same wherever the files lie."""
         # What is trained on names the run, where it lies does not: a project may move, or run on another machine.
         settings: dict[str, Any] = {
             **self.trajectory,
@@ -157,122 +169,11 @@ class RunConfig(Config):
         if self.lora.init_from is not None:
             # Every run's adapter lies in a folder of that name; the run tells them apart.
             settings["lora"] = {**settings["lora"], "init_from": "/".join(Path(self.lora.init_from).parts[-2:])}
-        digest = durable.sha256_bytes(durable.canonical_json(settings).encode())[:8]
-        slug = re.sub(r"[^a-z0-9]+", "-", Path(self.dataset).stem.lower()).strip("-")[:32] or "run"
-        return f"{slug}-{digest}"
+        return durable.sha256_bytes(durable.canonical_json(settings).encode())[:8]
 
     @property
     def run_folder(self) -> Path:
         return Path(self.output_dir) / self.run_name
-
-
-class LimitsConfig(Config):
-    max_slice_minutes: float = Field(default=5.0, gt=0)
-    max_live_machines: int = Field(default=4, ge=1)
-
-
-class BudgetConfig(Config):
-    gpu_minutes_per_day: float = Field(default=60.0, ge=0)
-    usd_per_day: float = Field(default=5.0, ge=0)
-    gpu_minutes_per_run: float = Field(default=60.0, ge=0)
-    usd_per_run: float = Field(default=5.0, ge=0)
-
-    @property
-    def gpu_s_per_day(self) -> int:
-        return int(self.gpu_minutes_per_day * 60)
-
-    @property
-    def usd_micros_per_day(self) -> int:
-        return round(self.usd_per_day * 1_000_000)
-
-    @property
-    def gpu_s_per_run(self) -> int:
-        return int(self.gpu_minutes_per_run * 60)
-
-    @property
-    def usd_micros_per_run(self) -> int:
-        return round(self.usd_per_run * 1_000_000)
-
-
-class LedgerConfig(Config):
-    url: str | None = None
-    """Absent: a SQLite file in HOTLAP_HOME."""
-
-
-class ReaperConfig(Config):
-    period_minutes: float = Field(default=5.0, ge=1)
-    owner: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._@-]{1,64}$")
-    """Absent: the user's name on this machine."""
-
-
-class GuardConfig(Config):
-    train_beside_serving: bool = False
-
-
-class LocalConfig(Config):
-    usd_per_hour: float = Field(default=0.0, ge=0)
-    num_gpus: int = Field(default=1, ge=0)
-
-    @property
-    def usd_micros_per_hour(self) -> int:
-        return round(self.usd_per_hour * 1_000_000)
-
-
-class RunpodConfig(Config):
-    image: str | None = None
-    """Container image for launches that name none. It needs Python, and hotlap for the job."""
-
-
-class CloudConfig(Config):
-    limits: LimitsConfig = LimitsConfig()
-    budget: BudgetConfig = BudgetConfig()
-    ledger: LedgerConfig = LedgerConfig()
-    reaper: ReaperConfig = ReaperConfig()
-    guard: GuardConfig = GuardConfig()
-    local: LocalConfig = LocalConfig()
-    runpod: RunpodConfig = RunpodConfig()
-
-
-_CLOUD_TOML = """\
-# Limits of this machine's hotlap. Nothing but an edit of this file changes them: no flag, no --set, no environment.
-
-[limits]
-# The longest slice anybody may ask for, in minutes, from process start to exit.
-max_slice_minutes = 5.0
-# Machines that may be rented at the same time.
-max_live_machines = 4
-
-[budget]
-# Per day (UTC), for everything that is rented; a launch is refused when its worst case does not fit any more.
-gpu_minutes_per_day = 60.0
-usd_per_day = 5.0
-# Per run, over all its slices and days.
-gpu_minutes_per_run = 60.0
-usd_per_run = 5.0
-
-[ledger]
-# Where the money is written down. A team shares one budget through one database:
-# url = "postgresql://user@host/hotlap"
-
-[reaper]
-# How often `hotlap reap` is run; the worst-case loss of a launcher that died depends on it.
-period_minutes = 5.0
-# Whose machines it may end; absent, those of this machine's user.
-# owner = "you"
-
-[guard]
-# true: train although this machine serves a model. Think of those who wait for its answers.
-train_beside_serving = false
-
-[local]
-# What `--on local` costs in the ledger, to rehearse a rented machine. 0 GPUs take nothing from the GPU-minutes.
-usd_per_hour = 0.0
-num_gpus = 1
-
-[runpod]
-# The container image for launches that name none; Python and hotlap are in it. A digest pins it:
-# image = "name/hotlap@sha256:..."
-"""
 
 
 def hotlap_home() -> Path:
@@ -285,7 +186,7 @@ def load_cloud() -> CloudConfig:
     path = hotlap_home() / "cloud.toml"
     if not path.exists():
         durable.make_dirs(path.parent)
-        durable.replace(path, _CLOUD_TOML.encode())
+        durable.replace(path, CLOUD_TOML.encode())
     return _parse(CloudConfig, _read_toml(path), str(path))
 
 

@@ -1,18 +1,21 @@
 """Refuse to train on a machine that serves: whoever waits for an answer comes first.
 
-A machine serves when somebody said so (`HOTLAP_SERVING=1`, or the file `/etc/hotlap/serving`), or when an inference
-server holds what training would use. With an accelerator, that is a server process with one of its device files open;
-without, it is a server process that listens. A server whose open files cannot be read, being another user's, counts
-as one that does. Other programs that use the device are not looked for.
+A machine serves when somebody said so (`HOTLAP_SERVING=1`, or the file `/etc/hotlap/serving`), when a `hotlap serve`
+that lives here has said so (a file in `$HOTLAP_HOME/serving`; that of a dead one counts for nothing), or when an
+inference server holds what training would use. With an accelerator, that is a server process with one of its device
+files open; without, it is a server process that listens. A server whose open files cannot be read, being another
+user's, counts as one that does. Other programs that use the device are not looked for.
 """
 
 import contextlib
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotlap import clock, durable
 from hotlap.config import CloudConfig, hotlap_home, load_cloud
 from hotlap.errors import GuardRefused
 
@@ -61,6 +64,7 @@ def require_not_serving(settings: CloudConfig | None = None) -> None:
     if (settings or load_cloud()).guard.train_beside_serving:
         return
     reason = serving_reason(os.environ, MARKER.exists(), list(server_processes()), has_accelerator())
+    reason = reason or next(own_servers(), None)
     if reason is not None:
         raise GuardRefused(
             f"Nothing is trained here: {reason}. Train on another machine (hotlap launch), or, if you mean it, set "
@@ -99,6 +103,32 @@ def kind_of(argv: Sequence[str]) -> str | None:
             return next((kind for module, kind in _MODULES.items() if f"{words[1]}.".startswith(f"{module}.")), None)
         words = [Path(words[0]).name, *words[1:]] if words else [""]
     return _PROGRAMS.get(words[0]) or _WITH_COMMAND.get((words[0], words[1] if len(words) > 1 else ""))
+
+
+# --- `hotlap serve` ---
+
+
+@contextlib.contextmanager
+def serving(what: str) -> Generator[None]:
+    """While this lasts, nothing of this home is trained on this machine, because this process serves `what`."""
+    pid = os.getpid()
+    path = hotlap_home() / "serving" / f"{pid}.json"
+    mark = {"pid": pid, "birth": clock.process_birth(pid), "boot": clock.boot_id(), "what": what}
+    durable.make_dirs(path.parent)
+    durable.replace(path, (durable.canonical_json(mark) + "\n").encode())
+    try:
+        yield
+    finally:
+        durable.disk.remove(path)
+
+
+def own_servers() -> Iterator[str]:
+    """Every living `hotlap serve` of this home on this machine, in words. Marks that others left are passed over."""
+    for path in (hotlap_home() / "serving").glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ProcessLookupError):
+            mark = json.loads(path.read_bytes())
+            if mark["boot"] == clock.boot_id() and clock.process_birth(mark["pid"]) == mark["birth"]:
+                yield f"hotlap serve (process {mark['pid']}) serves {mark['what']} from this machine"
 
 
 # --- what this machine tells ---

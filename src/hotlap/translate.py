@@ -46,10 +46,10 @@ class Translation:
         lines = [f"# From a configuration of {self.tool}."]
         lines += [f"# not carried over: {one_line(entry)}" for entry in self.left]
         scalars = {key: value for key, value in self.tree.items() if not isinstance(value, dict)}
-        lines += ["", *(f"{key} = {_toml(value)}" for key, value in scalars.items())]
+        lines += ["", *(f"{key} = {toml_value(value)}" for key, value in scalars.items())]
         for section, values in self.tree.items():
             if isinstance(values, dict):
-                lines += ["", f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
+                lines += ["", f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
         return "\n".join(lines) + "\n"
 
 
@@ -378,15 +378,16 @@ TRL: dict[str, Rule | str] = {
 # --- TOML ---
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A JSON value as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, list):
-        return f"[{', '.join(_toml(each) for each in value)}]"
+        return f"[{', '.join(toml_value(each) for each in value)}]"
     if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {_toml(each)}' for key, each in value.items())} }}"
+        return f"{{ {', '.join(f'{key} = {toml_value(each)}' for key, each in value.items())} }}"
     # JSON's escapes are TOML's, which wants DEL escaped as well.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 

@@ -11,17 +11,23 @@ import click
 
 import hotlap
 from hotlap.cli.budget import budget
+from hotlap.cli.dashboard import dashboard
 from hotlap.cli.demo import demo
 from hotlap.cli.doctor import doctor
+from hotlap.cli.export import export
 from hotlap.cli.generate import generate
 from hotlap.cli.init import init
 from hotlap.cli.launch import launch
 from hotlap.cli.machines import machines
 from hotlap.cli.prefetch import prefetch
 from hotlap.cli.preview import preview
+from hotlap.cli.push import push
 from hotlap.cli.reap import reap
+from hotlap.cli.report import report
 from hotlap.cli.research import research
 from hotlap.cli.runs import logs, runs, stop
+from hotlap.cli.serve import bench, serve
+from hotlap.cli.sink import sink
 from hotlap.cli.speedrun import speedrun
 from hotlap.cli.train import train
 from hotlap.cli.volume import pull, volume
@@ -42,9 +48,26 @@ def cli() -> None:
     """
 
 
-_HERE = (demo, init, doctor, prefetch, preview, train, runs, logs, stop, generate, research, speedrun)
+_HERE = (
+    demo,
+    init,
+    doctor,
+    prefetch,
+    preview,
+    train,
+    runs,
+    logs,
+    stop,
+    generate,
+    report,
+    dashboard,
+    sink,
+    research,
+    speedrun,
+)
+_EXPORTS = (export, serve, bench, push)
 _RENTED = (launch, machines, reap, budget, volume, pull)
-for command in (*_HERE, *_RENTED):
+for command in (*_HERE, *_EXPORTS, *_RENTED):
     cli.add_command(command)
 
 

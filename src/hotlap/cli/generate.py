@@ -51,7 +51,7 @@ def generate(
 
     folder = find_run(run, output_dir)
     texts = [_text_of(prompt) for prompt in prompts]
-    model_folder, settings = _base_model(folder)
+    model_folder, settings = base_model(folder)
     choice = None if only_base else choose_adapter(folder, _talk)
     _talk(f"Asking {choice.in_words if choice else 'the base model alone'}.")
     facts = {"adapter": str(choice.folder), "step": choice.step} if choice else {"adapter": None, "step": None}
@@ -63,7 +63,7 @@ def generate(
             text = f"> {answer['prompt']}\n{answer['text']}\n" if len(texts) > 1 else answer["text"]
             click.echo(plain(text))
 
-    asked_as = {"model": settings, **_asked_as_trained(folder)}
+    asked_as = {"model": settings, **asked_as_trained(folder)}
     ask(model_folder, choice and choice.folder, texts, max_new_tokens, show, asked_as)
 
 
@@ -161,7 +161,7 @@ def choose_adapter(run: "RunFolder", say: Callable[[str], None]) -> Choice:
     return Choice(checkpoint.folder, checkpoint.step, "the newest checkpoint")
 
 
-def _base_model(run: "RunFolder") -> tuple[Path, dict[str, Any]]:
+def base_model(run: "RunFolder") -> tuple[Path, dict[str, Any]]:
     """The base model of a run, if it is still what the run was trained on, and how the run loads it."""
     from hotlap import artifacts
     from hotlap.runs import read_identity
@@ -180,7 +180,7 @@ def _base_model(run: "RunFolder") -> tuple[Path, dict[str, Any]]:
     return folder, {**identity.trajectory.get("model", {}), "precision": identity.precision}
 
 
-def _asked_as_trained(run: "RunFolder") -> dict[str, str]:
+def asked_as_trained(run: "RunFolder") -> dict[str, str]:
     """What a run was trained with and is asked with too: its own chat template, its system message."""
     from hotlap import artifacts
     from hotlap.runs import read_identity

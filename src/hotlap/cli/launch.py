@@ -16,10 +16,10 @@ import click
 from hotlap import clock, durable
 
 if TYPE_CHECKING:
+    from hotlap.cli.launch_work import Work
     from hotlap.cli.progress import SliceProgress
-    from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, Stops
-    from hotlap.cloud.preparing import Preparation
-    from hotlap.cloud.provider import Offer, Provider
+    from hotlap.cloud.launcher import Launcher, LeaseEnd, Stops
+    from hotlap.cloud.provider import Offer, Provider, Where
     from hotlap.cloud.rental import ChainEnd, WorstCase
     from hotlap.config import CloudConfig, RunConfig
 
@@ -33,8 +33,14 @@ Example:
 """
 )
 @click.argument("config", required=False, type=click.Path(path_type=Path))
-@click.option("--on", "provider", default="runpod", show_default=True, help="local or runpod.")
-@click.option("--job", type=click.Choice(["qlora"]), default="qlora", show_default=True, help="What to run.")
+@click.option("--on", "provider", default="runpod", show_default=True, help="local, ssh, runpod or modal.")
+@click.option(
+    *("--job", "job"),
+    type=click.Choice(["qlora", "research", "verify"]),
+    default="qlora",
+    show_default=True,
+    help="A run's slices, a study's trials, or a submission's runs.",
+)
 @click.option("--slices", "num_slices", default=1, show_default=True, help="At most so many, each on its own machine.")
 @click.option("--gpu", "gpus", multiple=True, help="Kind of GPU; several are tried in this order.  [default: cheapest]")
 @click.option("--volume-id", help="Network volume on which run and data lie.")
@@ -46,80 +52,109 @@ Example:
 @click.option("--output-dir", help="Folder in which runs have theirs.  [default: runs]")
 @click.option("--run", "run_name", help="Name of the run; the same name resumes.  [default: from the settings]")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a setting, as in lora.rank=32.")
+@click.option("--trials", "num_trials", type=click.IntRange(min=1), help="Of --job research: changes to try.")
+@click.option("--runs", "num_runs", type=click.IntRange(min=1), default=3, show_default=True, help="Of --job verify.")
+@click.option("--offers", "shows_offers", is_flag=True, help="List what fits the run, cheapest slice first.")
 @click.option("--prepare", "only_prepares", is_flag=True, help="Install, prefetch and pack on the volume; no slice.")
 @click.option("--detach", is_flag=True, help="Leave a process behind that sees to it, and return.")
 @click.option("--dry-run", is_flag=True, help="Print the worst case and rent nothing.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def launch(
-    config: Path | None,
-    provider: str,
-    job: str,
-    num_slices: int,
-    gpus: tuple[str, ...],
-    volume_id: str | None,
-    regions: tuple[str, ...],
-    tier: str | None,
-    image: str | None,
-    base_model: str | None,
-    dataset: str | None,
-    output_dir: str | None,
-    run_name: str | None,
-    overrides: tuple[str, ...],
-    only_prepares: bool,
-    detach: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> int:
+def launch(**asked: Any) -> int:
     """Rent machines and run slices on them, within the budget of cloud.toml.
 
     Each slice has a machine of its own: its worst case is held before the machine is made, the machine is ended and
-    proven dead, and what it cost is booked. Exits as the last slice did. CONFIG is a TOML file.
+    proven dead, and what it cost is booked. Exits as the last slice did. CONFIG is a TOML file; for research that of
+    a study, which is brought along; for verify a submission's folder, which lies on the volume as it lies here.
 
     What a slice needs is brought to a network volume first, and once: this hotlap, its environment, the model and the
     packed data.
     """
-    del job  # the one kind there is
-    from hotlap.cloud import launches, rental
-    from hotlap.cloud.ledger import Ledger
-    from hotlap.cloud.provider import Where
-    from hotlap.config import load_cloud, load_run
-
-    flags = {"base_model": base_model, "dataset": dataset, "output_dir": output_dir, "run": run_name}
-    settings, cloud = load_run(config, overrides, **flags), load_cloud()
-    rental.require_slices(num_slices)
-    rented_from = rental.open_provider(provider, cloud)
-    ledger = Ledger(cloud)
-    run = settings.run_name
-    if rental.is_done(settings, rented_from, launches.last_outcome(run, ledger)):
-        return _tell(as_json, run, 0, "done", f"{run} is done; nothing is rented. Something else needs --run NAME", [])
-    _require_a_place(rented_from, volume_id, cloud)
-    offers = rental.offers_for(rented_from, gpus, Where(volume_id, regions, tier.upper() if tier else None))
-    work = _work_of(settings, rented_from, volume_id, image or cloud.runpod.image, only_prepares)
-    jobs = work.jobs(num_slices := 0 if only_prepares else num_slices)
-    if not jobs:
-        return _tell(as_json, run, 0, "done", "a local machine has it all; nothing is to be prepared", [])
-    worst = rental.worst_case(offers, jobs, rented_from, cloud)
-    if dry_run:
-        return _tell_worst(worst, run, as_json)
-    click.echo(_in_words(worst, provider, worst.num_machines), err=True)
-    launches.require_no_other(run)
-    if detach:
-        return _leave_behind(run, as_json)
-    launches.record(run)
-    with _stops() as stops, _Display(settings) as display:
-        launcher = rental.launcher_of(rented_from, ledger, cloud, stops, display.on_event, display.say)
-        end = _run(launcher, work, offers, num_slices, display)
-    return _tell(as_json, run, rental.leave_code(stops.is_pressed(), end), end.reason, end.message, list(end.leases))
+    return _launch(_Asked(**asked))
 
 
 @dataclass(frozen=True)
-class _Work:
-    slice_job: "Job"
-    preparation: "Preparation | None"
-    """What must be brought to the volume first; None where all is there."""
+class _Asked:
+    """The command line."""
 
-    def jobs(self, num_slices: int) -> "list[Job]":
-        return [*(self.preparation.jobs if self.preparation else ()), *[self.slice_job] * num_slices]
+    config: Path | None
+    provider: str
+    job: str
+    num_slices: int
+    gpus: tuple[str, ...]
+    volume_id: str | None
+    regions: tuple[str, ...]
+    tier: str | None
+    image: str | None
+    base_model: str | None
+    dataset: str | None
+    output_dir: str | None
+    run_name: str | None
+    overrides: tuple[str, ...]
+    num_trials: int | None
+    num_runs: int
+    shows_offers: bool
+    only_prepares: bool
+    detach: bool
+    dry_run: bool
+    as_json: bool
+
+    def settings(self) -> "RunConfig | None":
+        """Of the run; an errand has none."""
+        from hotlap.config import load_run
+
+        if self.job != "qlora":
+            return None
+        flags = {"base_model": self.base_model, "dataset": self.dataset, "output_dir": self.output_dir}
+        return load_run(self.config, self.overrides, **flags, run=self.run_name)
+
+    def where(self) -> "Where":
+        from hotlap.cloud.provider import Where
+
+        return Where(self.volume_id, self.regions, self.tier.upper() if self.tier else None)
+
+
+def _launch(asked: _Asked) -> int:
+    from hotlap.cli import launch_offers, launch_work
+    from hotlap.cloud import launches, rental
+    from hotlap.cloud.ledger import Ledger
+    from hotlap.config import load_cloud
+
+    settings, cloud = asked.settings(), load_cloud()
+    rental.require_slices(asked.num_slices)
+    provider = rental.open_provider(asked.provider, cloud)
+    if asked.shows_offers:
+        return launch_offers.show(settings, provider, asked.where(), asked.as_json)
+    ledger = Ledger(cloud)
+    if settings and rental.is_done(settings, provider, launches.last_ended(settings.run_name, ledger)):
+        message = f"{settings.run_name} is done; nothing is rented. Something else needs --run NAME"
+        return _tell(asked.as_json, settings.run_name, 0, "done", message, [])
+    _require_a_place(provider, asked.volume_id, cloud)
+    offers = rental.offers_for(provider, asked.gpus, asked.where())
+    image = rental.image_of(provider.traits, asked.image, cloud)
+    place = launch_work.Place(provider, asked.volume_id, image, asked.only_prepares)
+    if settings is not None:
+        work = launch_work.of_slices(settings, place)
+    else:
+        errand = launch_work.errand_of(asked.job, asked.config, place, cloud, asked.num_trials, asked.num_runs)
+        work = launch_work.of_errand(errand, place)
+    run, num_slices = work.job.run, 0 if asked.only_prepares else asked.num_slices
+    if not work.jobs(num_slices):
+        return _tell(asked.as_json, run, 0, "done", "a machine of yours has it all; nothing is to be prepared", [])
+    if asked.job == "research" and asked.config is not None:
+        click.echo(launch_work.session_in_words(asked.config, work, offers, place), err=True)
+    worst = rental.worst_case(offers, work.jobs(num_slices), provider, cloud)
+    if asked.dry_run:
+        return _tell_worst(worst, run, asked.as_json)
+    click.echo(_in_words(worst, asked.provider, worst.num_machines), err=True)
+    launches.require_no_other(run)
+    if asked.detach:
+        return _leave_behind(run, asked.as_json)
+    launches.record(run)
+    with _stops() as stops, _Display(settings) as display:
+        launcher = rental.launcher_of(provider, ledger, cloud, stops, display.on_event, display.say)
+        end = _run(launcher, work, offers, num_slices, display)
+    code = rental.leave_code(stops.is_pressed(), end)
+    return _tell(asked.as_json, run, code, end.reason, end.message, list(end.leases))
 
 
 def _require_a_place(provider: "Provider", volume_id: str | None, settings: "CloudConfig") -> None:
@@ -132,38 +167,24 @@ def _require_a_place(provider: "Provider", volume_id: str | None, settings: "Clo
     rental.require_volume(provider.traits, volume_id)
 
 
-def _work_of(
-    settings: "RunConfig", provider: "Provider", volume_id: str | None, image: str | None, again: bool
-) -> _Work:
-    from hotlap.cloud import parcel, preparing, rental
-
-    if volume_id is None or provider.traits.name == "local":
-        return _Work(rental.local_job(settings, provider.traits), None)
-    sent = parcel.pack()
-    job = preparing.slice_job(settings, sent, volume_id, image, provider.traits)
-    if preparing.is_prepared(volume_id, settings.run_name, sent) and not again:
-        return _Work(job, None)
-    return _Work(job, preparing.preparation(settings, sent, volume_id, image, provider.traits))
-
-
-def _run(launcher: "Launcher", work: _Work, offers: "list[Offer]", num_slices: int, display: "_Display") -> "ChainEnd":
+def _run(launcher: "Launcher", work: "Work", offers: "list[Offer]", num_slices: int, display: "_Display") -> "ChainEnd":
     from hotlap.cloud import preparing, rental
 
     if work.preparation is None:
-        return rental.chain(launcher, work.slice_job, offers, num_slices, display.on_lease_end)
+        return rental.chain(launcher, work.job, offers, num_slices, display.on_lease_end)
     ready = preparing.prepare(launcher, work.preparation, offers, display.on_lease_end)
     click.echo(f"preparing the volume cost {ready.cost.text()}", err=True)
     if not ready.is_whole or num_slices == 0:
         code, reason, message = rental.answer_of(ready.leases[-1])
         return rental.ChainEnd(code, reason, message or "the volume is prepared", ready.leases)
-    end = rental.chain(launcher, work.slice_job, offers, num_slices, display.on_lease_end)
+    end = rental.chain(launcher, work.job, offers, num_slices, display.on_lease_end)
     return replace(end, leases=(*ready.leases, *end.leases))
 
 
 class _Display:
     """Progress of slice after slice on standard error, and a line about each machine's end."""
 
-    def __init__(self, settings: "RunConfig") -> None:
+    def __init__(self, settings: "RunConfig | None") -> None:
         self._settings = settings
         self._progress: SliceProgress | None = None
 
@@ -178,7 +199,7 @@ class _Display:
 
         if event["event"] == "arrived":
             click.echo(f"on the volume: {plain(str(event.get('step')))}, {event.get('seconds')} s", err=True)
-        if event["event"] == "start":
+        if event["event"] == "start" and self._settings is not None:
             self._close()
             self._progress = SliceProgress(self._settings).__enter__()
             # The machine's monotonic clock is not this one's.

@@ -12,10 +12,11 @@ Example:
   hotlap prefetch smollm2-135m
 """
 )
-@click.argument("ref")
+@click.argument("ref", required=False)
+@click.option("--tool", help="Instead of a REF: a program that lives in an environment of its own (fp8).")
 @click.option("--dataset", "is_dataset", is_flag=True, help="REF is a data set; otherwise it is a base model.")
 @click.option("--json", "as_json", is_flag=True, help="Path, size and the SHA-256 of every file, as JSON.")
-def prefetch(ref: str, is_dataset: bool, as_json: bool) -> None:
+def prefetch(ref: str | None, tool: str | None, is_dataset: bool, as_json: bool) -> None:
     """Fetch a base model or a data set, check it, and print where it is. Training then needs no network.
 
     REF is a folder, a GGUF file, a short name (smollm2-135m, gemma3-270m), a hub id (org/name or org/name@revision), or
@@ -24,6 +25,15 @@ def prefetch(ref: str, is_dataset: bool, as_json: bool) -> None:
     """
     from hotlap import artifacts
 
+    if (ref is None) == (tool is None):
+        raise click.UsageError("Give either a REF or --tool.")
+    if tool is not None:
+        from hotlap.export import tools
+
+        python = tools.install(tool, lambda text: click.echo(text, err=True))
+        click.echo(json.dumps({"tool": tool, "python": str(python)}) if as_json else python)
+        return
+    assert ref is not None
     kind: Literal["model", "dataset"] = "dataset" if is_dataset else "model"
     path = artifacts.fetch(ref, lambda text: click.echo(text, err=True), kind)
     if not as_json:

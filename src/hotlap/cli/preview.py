@@ -85,6 +85,8 @@ def rows_of(found: "Preview") -> Iterator[tuple[str, str]]:
     yield "forms", ", ".join(f"{form} {count:,}" for form, count in train.facts.forms.items())
     if held_out is not None:
         yield "held out", held_out.facts.in_words()[0]
+    if (leak := found.packing.leak_in_words()) is not None:
+        yield "leak", leak
     if not found.is_seed_known:
         yield "seed", "drawn at the first slice: what it draws (held-out examples, say) will be other examples"
     yield "epoch", f"{train.facts.num_tokens:,} tokens, {train.num_trained_tokens:,} of them trained"

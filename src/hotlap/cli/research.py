@@ -9,8 +9,10 @@ import click
 from hotlap.cli.runs import print_table
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hotlap.clock import Deadline
     from hotlap.research.history import History, StudyFolder
-    from hotlap.research.plan import Action
     from hotlap.research.study import Listener, Study
 
 _REASONS = {
@@ -18,14 +20,18 @@ _REASONS = {
     "day": "today's trials are used up (study.trials_per_day)",
     "plateau": "nothing near the anchor promises a gain; change the structure, the ranges, or the budget",
     "exhausted": "everything near the anchor was tried",
+    "time": "another trial might not end in time; the same command goes on",
     "stopped": "stopped; the same command goes on",
     "interrupted": "ended at the second Ctrl-C; the same command goes on",
     "judged": "judged",
 }
+_BOOT_S = 30.0
+"""Of a rented machine's slice, what passes before its first trial."""
+
 _DRAWING_SHARE = 20
 """The charts rest this many times as long as they took to draw."""
 
-_EXITS = {"stopped": (75, "stopped"), "interrupted": (130, "interrupted")}
+_EXITS = {"time": (75, "slice_over"), "stopped": (75, "stopped"), "interrupted": (130, "interrupted")}
 
 
 class _StudyFirst(click.Group):
@@ -59,6 +65,11 @@ _output_dir = click.option(
     help="Where studies lie.",
 )
 _as_json = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+_minutes = click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Start no trial that could outlast so many minutes from now, and exit 75 while trials are left.",
+)
 _study = click.argument("study", type=click.Path(path_type=Path))
 
 
@@ -70,23 +81,16 @@ Example:
 )
 @_study
 @click.option("--trials", type=click.IntRange(min=1), help="Changes to try now.  [default: until none promises a gain]")
+@_minutes
 @_output_dir
 @_as_json
-def run(study: Path, trials: int | None, output_dir: Path, as_json: bool) -> int:
-    """Search: baseline, then one change of one axis after the other, each judged and written down."""
-    from hotlap import clock
-    from hotlap.research import plan
+def run(study: Path, trials: int | None, minutes: float | None, output_dir: Path, as_json: bool) -> int:
+    """Search: baseline, then one change of one axis after the other, each judged and written down.
 
-    def search(opened: "Study") -> str:
-        goal = None if trials is None else opened.history.num_judged + trials
-
-        def next_action(history: "History", secret: bytes) -> "Action":
-            today = clock.utc_text(clock.wall_s())[:10]
-            return plan.next_in_search(history, secret, today, goal)
-
-        return opened.run(next_action)
-
-    return _act(study, output_dir, as_json, search)
+    The same command again goes on with the trials that are left; when none are, it asks for as many more.
+    """
+    until = _deadline_of(minutes)
+    return _act(study, output_dir, as_json, lambda opened: opened.search(trials, until))
 
 
 @research.command(
@@ -96,9 +100,10 @@ Example:
 """
 )
 @_study
+@_minutes
 @_output_dir
 @_as_json
-def verify(study: Path, output_dir: Path, as_json: bool) -> int:
+def verify(study: Path, minutes: float | None, output_dir: Path, as_json: bool) -> int:
     """Prove the best so far: eight pairs of fresh runs against the last proven one, on a split nothing else looks at.
 
     Exits 0 when it is proven and 8 when it is not.
@@ -106,7 +111,8 @@ def verify(study: Path, output_dir: Path, as_json: bool) -> int:
     from hotlap.errors import ProofFailed
     from hotlap.research import claim
 
-    code = _act(study, output_dir, as_json, lambda opened: opened.run(claim.next_in_verification))
+    until = _deadline_of(minutes)
+    code = _act(study, output_dir, as_json, lambda opened: opened.run(claim.next_in_verification, until))
     history = _folder_of(study, output_dir).read()
     verdict = [row for row in history.decisions if row["candidate_hash"] == history.anchor.config_hash]
     verdict = [row for row in verdict if row["outcome"] in claim.VERDICTS]
@@ -115,7 +121,14 @@ def verify(study: Path, output_dir: Path, as_json: bool) -> int:
     return code
 
 
-def _act(study: Path, output_dir: Path, as_json: bool, act: Any) -> int:
+def _deadline_of(minutes: float | None) -> "Deadline | None":
+    """So many minutes after this process began."""
+    from hotlap import clock
+
+    return None if minutes is None else clock.Deadline(clock.process_started_s() + 60.0 * minutes)
+
+
+def _act(study: Path, output_dir: Path, as_json: bool, act: "Callable[[Study], str]") -> int:
     from hotlap import guard
     from hotlap.cli.research_progress import StudyProgress
     from hotlap.research import study as studies
@@ -166,9 +179,9 @@ def _draw(folder: "StudyFolder", history: "History") -> None:
     if find_spec("matplotlib") is None:
         return
     from hotlap.report import charts
-    from hotlap.research import board
+    from hotlap.research import board, proposer
 
-    charts.write(folder.path, board.plots(history))
+    charts.write(folder.path, board.plots(history) | {"expected": proposer.responses(history)})
 
 
 def _summary(history: "History", folder: "StudyFolder") -> dict[str, Any]:
@@ -229,6 +242,11 @@ Example:
 @_as_json
 def simulate(study: Path, output_dir: Path, trials: int, usd_per_hour: float, repeats: int, as_json: bool) -> None:
     """Tell before anything runs how often noise would be kept, what would be found, and what it takes."""
+    from dataclasses import asdict
+
+    from hotlap.config import LimitsConfig
+    from hotlap.errors import ConfigError
+    from hotlap.research import price
     from hotlap.research import simulate as simulator
     from hotlap.research import study as studies
 
@@ -236,6 +254,14 @@ def simulate(study: Path, output_dir: Path, trials: int, usd_per_hour: float, re
     history = folder.read() if folder.journal.exists() else None
     file = studies.file_of(study, folder)
     report = simulator.forecast(file.study, history, trials, usd_per_hour, repeats)
+    if usd_per_hour > 0:
+        slice_s = 60.0 * LimitsConfig().max_slice_minutes
+        try:
+            rented = price.price_of(file.study, history, trials, round(usd_per_hour * 1e6), slice_s, _BOOT_S)
+        except ConfigError as error:
+            report |= {"rented": None, "words": f"{report['words']}\nNot on rented machines: {error}"}
+        else:
+            report |= {"rented": asdict(rented), "words": f"{report['words']}\nOn rented machines: {rented.words}"}
     if as_json:
         click.echo(json.dumps(report, indent=1))
         return

@@ -73,7 +73,9 @@ class StudyProgress:
 
 
 def _change(row: dict[str, Any]) -> str:
-    return "" if row["axis"] is None else f" {row['axis']} {row['old']} → {row['new']}"
+    from hotlap.research.space import in_words
+
+    return f" {in_words(row['changes'])}" if row["changes"] else ""
 
 
 def _why(row: dict[str, Any]) -> str:

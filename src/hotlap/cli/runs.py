@@ -13,6 +13,15 @@ import click
 if TYPE_CHECKING:
     from hotlap.runs import RunFolder, SliceState
 
+
+def complete_run(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Names of runs, for a shell's completion. Options before the name count: `--output-dir` above all."""
+    from hotlap.runs import list_runs
+
+    folder = Path(context.params.get("output_dir") or "runs")
+    return [run.name for run in list_runs(folder) if run.name.startswith(incomplete)]
+
+
 _OUTPUT_DIR = click.option(
     "--output-dir", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs."
 )
@@ -28,41 +37,23 @@ Example:
   hotlap runs --json
 """
 )
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=complete_run)
 @_OUTPUT_DIR
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def runs(run: str | None, output_dir: Path, as_json: bool) -> None:
     """List the runs; with RUN, its slices and where their seconds went."""
+    from hotlap.report.slices import COLUMNS, slice_row
     from hotlap.runs import all_slices, find_run, list_runs, run_state
 
     if run is None:
         states = [asdict(run_state(folder)) for folder in list_runs(output_dir)]
         click.echo(json.dumps(states, indent=1)) if as_json else print_table(states, _RUN_COLUMNS)
         return
-    slices = [_slice_row(state) for state in all_slices(find_run(run, output_dir))]
-    click.echo(json.dumps(slices, indent=1)) if as_json else print_table(slices, _SLICE_COLUMNS)
+    slices = [slice_row(state) for state in all_slices(find_run(run, output_dir))]
+    click.echo(json.dumps(slices, indent=1)) if as_json else print_table(slices, COLUMNS)
 
 
 _RUN_COLUMNS = ("name", "state", "step", "num_steps", "num_slices", "loss", "val_loss", "created_at")
-_SLICE_COLUMNS = (
-    *("number", "ending", "resumed_at", "step", "tokens_per_s", "goodput", "wall_s", "step_p50_s", "step_p95_s"),
-    *("interpreter", "imports", "load", "data", "resume", "steps", "evaluation", "publish", "other", "exit"),
-)
-
-
-def _slice_row(state: "SliceState") -> dict[str, Any]:
-    """A slice flat: its ending, its figures, its phases in seconds. None where it gave no account."""
-    result, seen = state.result or {}, state.exit or {}
-    timeline = result.get("timeline", {})
-    row: dict[str, Any] = dict.fromkeys(_SLICE_COLUMNS)
-    row |= {"number": state.number, "ending": state.ending}
-    row |= {key: result.get(key) for key in ("resumed_at", "step", "tokens_per_s")}
-    row |= {key: timeline.get(key) for key in ("goodput", "step_p50_s", "step_p95_s")}
-    row |= timeline.get("phases_s", {})
-    row["wall_s"] = seen.get("wall_s", timeline.get("elapsed_s"))
-    if seen.get("account_s") is not None:
-        row["exit"] = max(0.0, seen["wall_s"] - seen["account_s"])
-    return row
 
 
 def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
@@ -95,7 +86,7 @@ Example:
   hotlap logs my-run -f
 """
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @click.option("-f", "--follow", is_flag=True, help="Go on as rows come, until the run is not running any more.")
 @_OUTPUT_DIR
 @click.option("--json", "as_json", is_flag=True, help="Rows as JSON lines.")
@@ -149,7 +140,7 @@ Example:
   hotlap stop my-run
 """
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @_OUTPUT_DIR
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def stop(run: str, output_dir: Path, as_json: bool) -> None:

@@ -1,14 +1,13 @@
 """`hotlap speedrun`: tracks, submissions, verification and records of a contest, which is a folder."""
 
 import json
-import secrets
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hotlap.errors import DONE, NOT_PROVEN, MissingArtifact, PinMismatch
+from hotlap.errors import DONE, NOT_PROVEN, SLICE_OVER, MissingArtifact, PinMismatch
 
 _COLUMNS = ("track", "version", "target", "metric", "base_model", "hardware", "sha256")
 _STANDINGS = ("track", "rank", "time_s", "score", "author", "description", "report")
@@ -46,7 +45,7 @@ def tracks(contest: Path, as_json: bool) -> None:
 
     rows = [
         {
-            "track": each.name,
+            "track": each.folder.name,
             "version": each.spec.version,
             "target": each.spec.metric.target,
             "metric": each.spec.metric.type,
@@ -68,13 +67,15 @@ Example:
 @click.argument("name")
 @click.option("--author", required=True, help="Your GitHub name.")
 @click.option("--track", "track_id", required=True)
+@click.option("--recipe", is_flag=True, help="Settings of hotlap's trainer in recipe.toml, in place of a train.py.")
 @_contest
-def new(name: str, author: str, track_id: str, contest: Path) -> None:
+def new(name: str, author: str, track_id: str, recipe: bool, contest: Path) -> None:
     """Start a submission from a template that trains."""
-    from hotlap.speedrun import submission, track
+    from hotlap.speedrun import template, track
 
     contest = contest.absolute()
-    click.echo(submission.new(contest, name, author, track.find(contest, track_id)))
+    chosen = track.find(contest, track_id)
+    click.echo(template.new(contest, name, author, chosen, "recipe" if recipe else "train"))
 
 
 @speedrun.command(
@@ -120,9 +121,13 @@ def check(folder: Path, contest: Path, as_json: bool) -> int:
     """Say everything about a submission that can be said without running it. Exit 2 if it cannot be verified."""
     from hotlap.cli.progress import plain
     from hotlap.errors import UsageError
-    from hotlap.speedrun import submission, track
+    from hotlap.speedrun import submission, track, verify
 
-    found = submission.check(folder.absolute(), track.find(contest.absolute(), submission.track_of(folder)))
+    contest, folder = contest.absolute(), folder.absolute()
+    chosen = track.find(contest, submission.track_of(folder))
+    found = submission.check(folder, chosen)
+    if not any(each.level == "refused" for each in found):
+        found += verify.claims_against_measured(contest, submission.load(folder, chosen), chosen)
     click.echo(json.dumps([asdict(each) for each in found], indent=1)) if as_json else None
     for each in [] if as_json else found:
         click.echo(plain(str(each)))
@@ -139,18 +144,30 @@ Example:
 )
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--runs", "num_runs", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option(
+    "--measured",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Run nothing: check and take in what `python -m hotlap.speedrun.remote` left in this folder.",
+)
 @_contest
 @_json
-def verify(folder: Path, num_runs: int, contest: Path, as_json: bool) -> int:
-    """Run a submission again with fresh seeds, locked in, and decide. Exit 0: pass; 8: fail or undecided."""
+def verify(folder: Path, num_runs: int, measured: Path | None, contest: Path, as_json: bool) -> int:
+    """Run a submission again with fresh seeds, locked in, and decide. Exit 0: pass; 8: fail or undecided; 75: stopped
+    by a signal, and the same command goes on."""
     from hotlap.cli.progress import plain
-    from hotlap.speedrun import submission, track
+    from hotlap.speedrun import remote, submission, track
     from hotlap.speedrun import verify as verifier
+    from hotlap.speedrun.stopping import Stopped
 
-    contest = contest.absolute()
+    contest, folder = contest.absolute(), folder.absolute()
     chosen = track.find(contest, submission.track_of(folder))
-    sources = verifier.Sources(seed=lambda: secrets.randbelow(2**31), entropy=lambda: secrets.token_hex(16))
-    report = verifier.verify(contest, folder.absolute(), chosen, num_runs, sources, _say)
+    try:
+        if measured is None:
+            report = verifier.verify(contest, folder, chosen, num_runs, remote.sources(), _say)
+        else:
+            report = verifier.accept(contest, folder, chosen, measured.absolute())
+    except Stopped:
+        return _stopped()
     decision, summary = report["decision"], report["summary"]
     if as_json:
         click.echo(json.dumps(report, indent=1))
@@ -158,6 +175,8 @@ def verify(folder: Path, num_runs: int, contest: Path, as_json: bool) -> int:
         click.echo(f"{decision['verdict']}: {summary['time_seconds_mean']:.2f} s, score {summary['score_mean']}")
         for reason in decision["reasons"]:
             click.echo(plain(f"  {reason}"))
+        if chosen.is_provisional:
+            click.echo("  no record: the rules of this track are provisional")
     if decision["verdict"] == "pass":
         return DONE
     _say(f"hotlap: exit {NOT_PROVEN} {decision['verdict']}: {decision['reasons'][0]}")
@@ -206,16 +225,52 @@ Example:
 """
 )
 @click.argument("report", type=click.Path(path_type=Path))
+@click.option(
+    "--run",
+    "out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Train and score again with the report's seeds and test rows, into this folder.",
+)
+@_contest
 @_json
-def replay(report: Path, as_json: bool) -> int:
-    """Decide again from a report alone, and count its kept predictions again. Exit 0 if it says the same."""
+def replay(report: Path, out: Path | None, contest: Path, as_json: bool) -> int:
+    """Decide again from a report alone, and count its kept predictions again. With --run, run it again as well.
+    Exit 0 if it says the same, 8 if a second run does not."""
     from hotlap.speedrun import replay as again
 
     if not report.is_file():
         raise MissingArtifact(f"{report} is no file; name a report.json of a verification.")
     found = again.replay(report)
+    if out is not None:
+        return _run_again(contest.absolute(), report, out.absolute(), as_json)
     click.echo(json.dumps(found, indent=1) if as_json else f"{found['verdict']}: as reported")
     return DONE
+
+
+_RUNS = ("run", "seed", "score", "score_then", "wall_s", "wall_s_then", "is_same_adapter")
+
+
+def _run_again(contest: Path, report: Path, out: Path, as_json: bool) -> int:
+    from hotlap.speedrun.rerun import rerun
+    from hotlap.speedrun.stopping import Stopped
+
+    try:
+        found = rerun(contest, report, out, _say)
+    except Stopped:
+        return _stopped()
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    else:
+        _show(found["runs"], _RUNS, as_json=False)
+    if found["verdict"] == found["verdict_then"]:
+        return DONE
+    _say(f"hotlap: exit {NOT_PROVEN} {found['verdict']}: the report says {found['verdict_then']}")
+    return NOT_PROVEN
+
+
+def _stopped() -> int:
+    _say(f"hotlap: exit {SLICE_OVER} stopped: finished runs are kept; the same command goes on")
+    return SLICE_OVER
 
 
 def _say(text: str) -> None:

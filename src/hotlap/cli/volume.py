@@ -9,7 +9,7 @@ import click
 if TYPE_CHECKING:
     from hotlap.cloud.volume import Volume
 
-_VOLUME = click.option("--volume-id", required=True, help="Network volume, or a folder of this machine.")
+_VOLUME = click.option("--volume-id", required=True, help="Network volume, modal:NAME, or a folder of this machine.")
 
 
 @click.group(
@@ -98,4 +98,4 @@ def _open(volume_id: str) -> "Volume":
     from hotlap.cloud import rental
     from hotlap.cloud.volume import open_volume
 
-    return open_volume(volume_id, rental.center_of)
+    return rental.modal_volume(volume_id) or open_volume(volume_id, rental.center_of)

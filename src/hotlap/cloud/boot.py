@@ -5,12 +5,13 @@
 Standard library only, and it stands alone, so that its text can travel in the create request. Its environment is the
 tags (`HOTLAP_LEASE`, `HOTLAP_NONCE`, `HOTLAP_NOT_AFTER`) and `HOTLAP_CAP_S`, the job's longest life. Optional are
 `HOTLAP_VOLUME` (where the once-marker outlives the container), `HOTLAP_HEARTBEAT_S`, `HOTLAP_GRACE_S`,
-`HOTLAP_LINGER_S` (from the result to self-termination) and `HOTLAP_CA_BUNDLE`. The platform adds `RUNPOD_POD_ID` and
+`HOTLAP_LINGER_S` (from the result to self-termination), `HOTLAP_LEAVES` (set where nothing is started again: then this
+process ends by itself, and the machine with it) and `HOTLAP_CA_BUNDLE`. The platform adds `RUNPOD_POD_ID` and
 `RUNPOD_API_KEY`, a key that can do no more than end this machine; the job does not get it.
 
 Lines on standard output, each `HOTLAP: ` and JSON: `boot`, then `refused`, or the job's own lines with a `heartbeat`
 now and then and one `result` at the end. A command that exits is started again by the platform, so this one never
-exits by itself: it holds, and leaves only when it is told to by SIGTERM.
+exits by itself there: it holds, and leaves only when it is told to by SIGTERM.
 """
 
 import contextlib
@@ -56,6 +57,7 @@ class Orders:
     heartbeat_s: float
     grace_s: float
     linger_s: float
+    leaves: bool
 
 
 def orders_of(env: Mapping[str, str]) -> Orders:
@@ -68,6 +70,7 @@ def orders_of(env: Mapping[str, str]) -> Orders:
         heartbeat_s=_number(env.get("HOTLAP_HEARTBEAT_S")) or 10.0,
         grace_s=_number(env.get("HOTLAP_GRACE_S")) or 5.0,
         linger_s=_number(env.get("HOTLAP_LINGER_S")) or 15.0,
+        leaves=bool(env.get("HOTLAP_LEAVES")),
     )
 
 
@@ -287,10 +290,11 @@ def _watch(
 
 
 def _hold(orders: Orders, speaker: Speaker, stops: Stops, key: str) -> None:
-    """Stay, so that nothing is started again, and meanwhile try to end the machine. Returns when told to stop."""
+    """Stay, so that nothing is started again, and meanwhile try to end the machine. Returns when told to stop, or
+    where leaving is its end."""
     pod_id = os.environ.get("RUNPOD_POD_ID", "")
     next_s, retry_s = time.monotonic() + orders.linger_s, _FIRST_RETRY_S
-    while not stops.is_asked:
+    while not stops.is_asked and not (orders.leaves and time.monotonic() >= next_s):
         if key and pod_id and time.monotonic() >= next_s:
             _end_machine(pod_id, key, speaker)
             next_s, retry_s = time.monotonic() + retry_s, min(2 * retry_s, _LONGEST_RETRY_S)

@@ -47,6 +47,8 @@ class Job:
     run: str
     cap_s: float
     start: Start
+    settings: str | None = None
+    """See `Lease.settings`."""
 
 
 @dataclass
@@ -162,6 +164,7 @@ class Launcher:
             not_after_s=tags.not_after_s,
             gpu_s=worst.gpu_s,
             usd_micros=worst.usd_micros,
+            settings=job.settings,
         )
         lease = self._ledger.hold(lease)
         rented = _Rented(lease, tags, offer, receipts.open_receipt(lease.lease_id, self._world.redact))

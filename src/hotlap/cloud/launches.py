@@ -1,5 +1,7 @@
 """Runs that are being launched: which process sees to one, and ending it with proof when that process is gone."""
 
+import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -27,10 +29,31 @@ def launch_log(run: str) -> Path:
     return launch_file(run).with_suffix(".log")
 
 
+_kept: dict[Path, int] = {}
+"""Locks that this process holds until it ends, with their descriptors."""
+
+
 def record(run: str) -> None:
-    """Say that this process sees to the run."""
+    """Say that this process sees to the run, and keep others of this home from it as long as this process lives. Of
+    another home or computer that shares the ledger, each single machine is refused by that.
+
+    Raises:
+        UsageError: another process sees to it.
+    """
     pid = os.getpid()
-    durable.make_dirs(launch_file(run).parent)
+    lock = launch_file(run).with_suffix(".lock")
+    durable.make_dirs(lock.parent)
+    with contextlib.suppress(FileExistsError):
+        durable.disk.create(lock, b"")
+    if lock not in _kept:
+        descriptor = os.open(lock, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            require_no_other(run)
+            raise UsageError(f"Another process sees to {run} already. Follow it, or run: hotlap stop {run}.") from None
+        _kept[lock] = descriptor
     word = {"pid": pid, "birth": clock.process_birth(pid), "boot": clock.boot_id()}
     durable.replace(launch_file(run), durable.canonical_json(word).encode())
 
@@ -65,6 +88,7 @@ def stop(
     if pid is not None:
         say(f"Telling process {pid}, which sees to {run}, to give its machine back.")
         os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGCONT)  # one that was suspended hears nothing before
         until_s = patience.now_s() + patience.seconds
         while supervisor(run) == pid and patience.now_s() < until_s:
             patience.sleep_s(_POLL_S)
@@ -110,10 +134,10 @@ def _end(
     receipts.open_receipt(lease.lease_id).settle(closed, proof)
 
 
-def last_outcome(run: str, ledger: Ledger) -> str | None:
-    """How the run's newest closed lease ended."""
+def last_ended(run: str, ledger: Ledger) -> Lease | None:
+    """The run's newest closed lease."""
     leases = [lease for lease in ledger.leases_of(run) if lease.outcome is not None]
-    return leases[-1].outcome if leases else None
+    return leases[-1] if leases else None
 
 
 def require_no_other(run: str) -> None:

@@ -38,6 +38,8 @@ class Lease:
     ended_s: float | None = None
     outcome: str | None = None
     note: str | None = None
+    settings: str | None = None
+    """Digest of what the run's name stood for. None: a job that has none, or a lease of an older hotlap."""
 
     @property
     def is_open(self) -> bool:

@@ -20,6 +20,7 @@ from hotlap.cloud.database import default_url, in_words, open_engine, shown, was
 from hotlap.cloud.lease import Lease, LeaseState, Sum, day_of, next_day_s, overdue_s, require_room
 from hotlap.cloud.money import Amount
 from hotlap.config import CloudConfig
+from hotlap.errors import VolumeGone
 
 T = TypeVar("T")
 
@@ -46,6 +47,7 @@ _LEASES = sa.Table(
     sa.Column("ended_s", sa.Float),
     sa.Column("outcome", sa.String(32)),
     sa.Column("note", sa.Text),
+    sa.Column("settings", sa.String(16)),
     sqlite_with_rowid=False,  # one page less to sync in a hold
 )
 # Without parameters: only so can a database see that the index below answers the question.
@@ -98,6 +100,9 @@ class Ledger:
             if not self._is_sqlite:
                 db.execute(sa.select(sa.func.pg_advisory_xact_lock(_MAKING_TABLES)))
             _META.create_all(db)
+            if "settings" not in {column["name"] for column in sa.inspect(db).get_columns("leases")}:
+                # A book that was begun before leases had it.
+                db.execute(sa.text("ALTER TABLE leases ADD COLUMN settings VARCHAR(16)"))
 
     def close(self) -> None:
         self._engine.dispose()
@@ -315,8 +320,13 @@ class Ledger:
             yield db
 
     def _lease(self, db: sa.Connection, lease_id: str) -> Lease:
-        (lease,) = _select_leases(db, _LEASES.c.lease_id == lease_id)
-        return lease
+        found = _select_leases(db, _LEASES.c.lease_id == lease_id)
+        if not found:
+            raise VolumeGone(
+                f"Lease {lease_id} is not in the ledger {self.place}: that was replaced while a machine was rented. "
+                f"Put the one back that was there, and run hotlap reap; receipts/{lease_id}.json tells what it cost."
+            )
+        return found[0]
 
     @contextmanager
     def _words(self) -> Generator[None]:

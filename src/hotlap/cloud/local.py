@@ -28,7 +28,8 @@ from hotlap.cloud.provider import (
     Where,
     read_tags,
 )
-from hotlap.config import LocalConfig, hotlap_home
+from hotlap.config import hotlap_home
+from hotlap.config_cloud import LocalConfig
 from hotlap.errors import AmbiguousCreate, NotCreated, ProviderFailed
 
 TRAITS = Traits(
@@ -150,6 +151,7 @@ class LocalProvider:
             if pid is not None and folder.dead() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
+                    os.kill(pid, signal.SIGCONT)  # a suspended one would not hear it
             while folder.dead() is None and not patience.is_over():
                 if folder.guardian_pid() is None and folder.dead() is None and not _kill_tagged(lease):
                     how = {"why": "its guardian had died, and the rest was killed", "exit_code": None}

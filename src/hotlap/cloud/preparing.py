@@ -6,7 +6,7 @@ Every step is skipped when it was done before, so a preparation that was cut sho
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, plan_of
 from hotlap.cloud.money import Amount
 from hotlap.cloud.parcel import Parcel
 from hotlap.cloud.provider import Offer, Start, Traits
-from hotlap.cloud.rental import worker_of
+from hotlap.cloud.rental import boot_env, worker_of
 from hotlap.cloud.runpod_shapes import boot_argv
 from hotlap.config import RunConfig, hotlap_home
 
 VOLUME = "/workspace"
 HOME = f"{VOLUME}/.hotlap/home"
 """HOTLAP_HOME of a rented machine: models and packed data outlive it."""
+
+ERRANDS = "errands"
+"""Stands for every errand in what is known of a volume: they share one environment."""
 
 _PIECE_CAP_S = 60.0
 _INSTALL_CAP_S = 600.0
@@ -37,13 +40,19 @@ def slice_job(config: RunConfig, parcel: Parcel, volume_id: str, image: str | No
     """Boot, which runs the worker of the volume's environment, which runs one slice."""
     config = on_volume(config)
     argv = boot_argv(worker_of(config, python_of(parcel)))
-    return _job(config.run_name, config.slice.cap_s, argv, volume_id, image, traits)
+    job = _job(config.run_name, config.slice.cap_s, argv, volume_id, image, traits)
+    return replace(job, settings=config.trajectory_digest)
 
 
 def _job(run: str, cap_s: float, argv: tuple[str, ...], volume_id: str, image: str | None, traits: Traits) -> Job:
     plan = plan_of(Job(run, cap_s, Start(argv)), traits)
-    env = {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}", "HOTLAP_HOME": HOME}
-    return Job(run, cap_s, Start(argv, env, image=image, volume_id=volume_id, volume_path=VOLUME))
+    return Job(run, cap_s, on_machine(Start(argv, boot_env(plan, traits)), volume_id, image))
+
+
+def on_machine(start: Start, volume_id: str, image: str | None) -> Start:
+    """The same start on a machine with the volume, where models and packed data outlive it."""
+    env = {**start.env, "HOTLAP_HOME": HOME}
+    return replace(start, env=env, image=image, volume_id=volume_id, volume_path=VOLUME)
 
 
 def on_volume(config: RunConfig) -> RunConfig:
@@ -103,9 +112,10 @@ def is_prepared(volume_id: str, run: str, parcel: Parcel) -> bool:
 
 
 def preparation(
-    config: RunConfig, parcel: Parcel, volume_id: str, image: str | None, traits: Traits, extra: str = "train"
+    config: RunConfig | None, parcel: Parcel, volume_id: str, image: str | None, traits: Traits, extra: str = "train"
 ) -> Preparation:
-    """What it takes to have everything on the volume that a slice of this run needs."""
+    """What it takes to have everything on the volume that a slice of this run needs; without a run, what an errand
+    does."""
     run = f"prepare-{volume_id}"[:64]
     source = Path(arrive.__file__).read_text(encoding="utf-8")
     place = (VOLUME, parcel.digest, parcel.file_name)
@@ -116,10 +126,9 @@ def preparation(
 
     pieces = [] if parcel.digest in _known(volume_id)["parcels"] else parcel.pieces()
     jobs = [job("piece", _PIECE_CAP_S, str(each), str(len(pieces)), text) for each, text in enumerate(pieces)]
-    commands = json.dumps(commands_of(on_volume(config)))
-    return Preparation(
-        volume_id, config.run_name, parcel.digest, (*jobs, job("install", _INSTALL_CAP_S, extra, commands))
-    )
+    commands = json.dumps([] if config is None else commands_of(on_volume(config)))
+    name = ERRANDS if config is None else config.run_name
+    return Preparation(volume_id, name, parcel.digest, (*jobs, job("install", _INSTALL_CAP_S, extra, commands)))
 
 
 @dataclass(frozen=True)

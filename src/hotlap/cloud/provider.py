@@ -44,6 +44,9 @@ class Offer:
     cloud: str | None = None
     """The provider's own class of machines, such as `SECURE`."""
 
+    memory_gb: float | None = None
+    """Of one GPU. None: not known."""
+
     has_stock: bool | None = None
     """What the catalogue says; a hint only. None: it does not say."""
 
@@ -108,6 +111,8 @@ class Start:
     volume_id: str | None = None
     volume_path: str = "/workspace"
     disk_gb: int = 20
+    has_network: bool = True
+    """Asked for only where `Traits.blocks_network`."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,9 @@ class Traits:
 
     restarts: bool
     """Whether a command that ended is started again."""
+
+    blocks_network: bool = False
+    """Whether it makes machines without a network."""
 
 
 class Provider(Protocol):

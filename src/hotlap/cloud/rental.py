@@ -3,6 +3,7 @@
 import contextlib
 import getpass
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,18 @@ from typing import Any
 from hotlap import durable, runs
 from hotlap.cloud import boot
 from hotlap.cloud.launcher import JOB_MARGIN_S, Job, Launcher, LeaseEnd, Stops, World, plan_of
+from hotlap.cloud.lease import Lease
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import TRAITS as LOCAL_TRAITS
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.money import Amount, loss_bound_s, rate_of, ttl_s, worst_rate
 from hotlap.cloud.provider import ANYWHERE, Offer, Provider, Start, Traits, Where
 from hotlap.cloud.secrecy import redactor
-from hotlap.config import CloudConfig, RunConfig
+from hotlap.cloud.ssh import TRAITS as SSH_TRAITS
+from hotlap.cloud.ssh import SshProvider
+from hotlap.cloud.volume import Volume
+from hotlap.cloud.watch import Plan
+from hotlap.config import CloudConfig, RunConfig, hotlap_home
 from hotlap.errors import (
     INTERRUPTED,
     OVERRAN,
@@ -29,10 +35,12 @@ from hotlap.errors import (
     NoCapacity,
     PriceRose,
     ProvisioningFailed,
+    RunChanged,
     UsageError,
 )
 
-NAMES = ("local", "runpod")
+NAMES = ("local", "ssh", "runpod", "modal")
+_PINNED = re.compile(r"[^@\s]+@sha256:[0-9a-f]{64}")
 _DATA_PLACES = ("eval_dataset", "chat_template")
 _CLASSES: dict[str, type[HotlapError]] = {"provisioning": ProvisioningFailed, "price": PriceRose}
 
@@ -44,11 +52,17 @@ def open_provider(name: str, settings: CloudConfig) -> Provider:
     """
     if name == "local":
         return LocalProvider(settings.local)
-    if name != "runpod":
-        raise UsageError(f"There is no provider {name!r}; there are {' and '.join(NAMES)}.")
-    from hotlap.cloud import runpod
+    if name == "ssh":
+        return SshProvider(settings.ssh)
+    if name == "runpod":
+        from hotlap.cloud import runpod
 
-    return runpod.from_environment()
+        return runpod.from_environment()
+    if name == "modal":
+        from hotlap.cloud import modal
+
+        return modal.ModalProvider(settings.modal)
+    raise UsageError(f"There is no provider {name!r}; there are {', '.join(NAMES)}.")
 
 
 def center_of(volume_id: str) -> str:
@@ -62,17 +76,34 @@ def center_of(volume_id: str) -> str:
     return runpod.from_environment().center_of(volume_id)
 
 
+def modal_volume(volume_id: str) -> Volume | None:
+    """Modal's volume of that name; None if it is not named as one."""
+    from hotlap.cloud import modal
+    from hotlap.cloud.modal_volume import ModalVolume
+
+    if not volume_id.startswith(modal.VOLUME_PREFIX):
+        return None
+    return ModalVolume(volume_id.removeprefix(modal.VOLUME_PREFIX))
+
+
 def configured(settings: CloudConfig) -> list[Provider]:
     """Every provider that this environment can reach: a sweep looks at all of them."""
-    names = [name for name in NAMES if name == "local" or os.environ.get("RUNPOD_API_KEY")]
-    return [open_provider(name, settings) for name in names]
+    from hotlap.cloud import modal
+
+    is_reached = {
+        "local": True,
+        "ssh": settings.ssh.host is not None,
+        "runpod": bool(os.environ.get("RUNPOD_API_KEY")),
+        "modal": modal.has_token(),
+    }
+    return [open_provider(name, settings) for name in NAMES if is_reached[name]]
 
 
 def all_traits() -> list[Traits]:
     """How every provider behaves, with or without a key to it."""
-    from hotlap.cloud import runpod
+    from hotlap.cloud import modal, runpod
 
-    return [LOCAL_TRAITS, runpod.TRAITS]
+    return [LOCAL_TRAITS, SSH_TRAITS, runpod.TRAITS, modal.TRAITS]
 
 
 def owner_of(settings: CloudConfig) -> str:
@@ -119,12 +150,56 @@ def require_volume(traits: Traits, volume_id: str | None) -> None:
         )
 
 
+def image_of(traits: Traits, named: str | None, settings: CloudConfig) -> str | None:
+    """The container image of a launch, which is the same tomorrow. None where machines have none.
+
+    Raises:
+        ConfigError: none is named, or one by a name that may be given to another.
+    """
+    defaults = {"runpod": settings.runpod.image, "modal": settings.modal.image}
+    if traits.name not in defaults:
+        return None
+    image = named or defaults[traits.name]
+    if image is None:
+        raise ConfigError(
+            f"No image is named, and {traits.name} starts nothing without one. Name one that has Python 3.11 with "
+            f"--image NAME@sha256:DIGEST, or as {traits.name}.image in {hotlap_home() / 'cloud.toml'}."
+        )
+    if not _PINNED.fullmatch(image):
+        raise ConfigError(
+            f"The image {image} is not pinned: its name may mean another one tomorrow. Write NAME@sha256:DIGEST; "
+            f"`docker buildx imagetools inspect {image.partition('@')[0]}` tells the digest."
+        )
+    return image
+
+
 def local_job(config: RunConfig, traits: Traits) -> Job:
     """Boot, which runs the worker, which runs one slice, with this Python and this machine's files."""
     config = _found_anywhere(config)
     argv = (sys.executable, "-S", "-I", boot.__file__, *worker_of(config, sys.executable))
     plan = plan_of(Job(config.run_name, config.slice.cap_s, Start(argv)), traits)
-    return Job(config.run_name, config.slice.cap_s, Start(argv, {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"}))
+    return Job(config.run_name, config.slice.cap_s, Start(argv, boot_env(plan, traits)), config.trajectory_digest)
+
+
+def box_job(config: RunConfig, provider: SshProvider) -> Job:
+    """The same on a box of one's own: its Python, and its files. The run's folder begins in the login's home.
+
+    Raises:
+        ProviderFailed: the box does not answer.
+    """
+    box = provider.box()
+    there = {"run": config.run_name, "output_dir": str(Path(box["home"]) / config.output_dir)}
+    config = config.model_copy(update=there)
+    argv = (box["python"], "-S", "-I", box["boot"], *worker_of(config, box["python"]))
+    plan = plan_of(Job(config.run_name, config.slice.cap_s, Start(argv)), provider.traits)
+    return Job(
+        config.run_name, config.slice.cap_s, Start(argv, boot_env(plan, provider.traits)), config.trajectory_digest
+    )
+
+
+def boot_env(plan: Plan, traits: Traits) -> dict[str, str]:
+    """What boot must know of its job and of its place."""
+    return {"HOTLAP_CAP_S": f"{plan.cap_s:.0f}"} | ({} if traits.restarts else {"HOTLAP_LEAVES": "1"})
 
 
 def worker_of(config: RunConfig, python: str) -> tuple[str, ...]:
@@ -206,10 +281,23 @@ class ChainEnd:
     leases: tuple[LeaseEnd, ...]
 
 
-def is_done(config: RunConfig, provider: Provider, outcome: str | None) -> bool:
-    """Whether nothing is left to rent a machine for. Where the run's folder is out of reach, the ledger remembers."""
+def is_done(config: RunConfig, provider: Provider, last: Lease | None) -> bool:
+    """Whether nothing is left to rent a machine for. Where the run's folder is out of reach, the ledger remembers.
+
+    `last` is the run's newest lease that ended.
+
+    Raises:
+        RunChanged: what the ledger remembers was another run of this name.
+    """
     if provider.traits.name != "local":
-        return outcome == "done"
+        if last is None or last.outcome not in ("done", "slice_over"):
+            return False
+        if last.settings not in (None, config.trajectory_digest):
+            raise RunChanged(
+                f"{config.run_name} was trained with other settings (lease {last.lease_id}), and a slice would refuse "
+                f"these. Nothing is rented: give this one another name with --run, or go back to those settings."
+            )
+        return last.outcome == "done"
     run = runs.RunFolder(config.run_folder)
     identity = runs.read_identity(run)
     if identity is None or not runs.is_finished(run):

@@ -197,6 +197,8 @@ def _micros(dollars: object) -> int | None:
 def offers_in(entry: Mapping[str, Any], regions: Sequence[str] = ()) -> list[Offer]:
     """What a kind of GPU is rented out as. A named data center is one of the secure cloud."""
     prices = entry.get("price") or {}
+    memory = entry.get("memory")
+    memory_gb = float(memory) if isinstance(memory, (int, float)) and memory > 0 else None
     stocks = {center["id"]: center.get("availability") for center in entry.get("dataCenters") or ()}
     found: list[Offer] = []
     for cloud in ("SECURE",) if regions else ("SECURE", "COMMUNITY"):
@@ -207,7 +209,9 @@ def offers_in(entry: Mapping[str, Any], regions: Sequence[str] = ()) -> list[Off
             # Centers without this kind are left out of the list.
             stock = entry.get("availability") if region is None else stocks.get(region, "NONE")
             has_stock = None if stock is None else stock != "NONE"
-            found.append(Offer("runpod", entry["id"], region, price, cloud=cloud, has_stock=has_stock))
+            found.append(
+                Offer("runpod", entry["id"], region, price, cloud=cloud, memory_gb=memory_gb, has_stock=has_stock)
+            )
     return found
 
 

@@ -160,14 +160,26 @@ def memory_of(shape: Shape, config: RunConfig, data: PackedDataset, precision: s
     `precision` is the run's, if it is known; one that is still to be chosen counts as float32, the larger.
     """
     precision = precision or ("float32" if config.model.precision == "auto" else config.model.precision)
-    number_bytes = 4 if precision == "float32" else 2
     most_trained = int(np.max(data.trained_tokens_per_row(), initial=0))
-    activation_bytes = number_bytes * data.seq_len * _kept_width(shape, config)
-    row_bytes = activation_bytes + 2 * data.seq_len**2
+    return _memory(shape, config, precision, data.seq_len, most_trained, _num_kept_rows(config, data.num_rows))
+
+
+def most_memory_of(shape: Shape, config: RunConfig, precision: str) -> Memory:
+    """The same before there are rows: every token of them trained. What a staged tail keeps is not known then, and not
+    in it."""
+    return _memory(shape, config, precision, config.data.seq_len, config.data.seq_len, 0)
+
+
+def _memory(
+    shape: Shape, config: RunConfig, precision: str, seq_len: int, most_trained: int, num_kept_rows: int
+) -> Memory:
+    number_bytes = 4 if precision == "float32" else 2
+    activation_bytes = number_bytes * seq_len * _kept_width(shape, config)
+    row_bytes = activation_bytes + 2 * seq_len**2
     trained = shape.num_adapter_parameters(config.lora) + _num_saved_whole(shape, config.lora)
     fixed_bytes = _INTERPRETER_BYTES + _weight_bytes(shape, config.model, number_bytes)
     fixed_bytes += _adapter_bytes(config, number_bytes) * trained
-    fixed_bytes += number_bytes * _num_kept_rows(config, data) * data.seq_len * shape.hidden
+    fixed_bytes += number_bytes * num_kept_rows * seq_len * shape.hidden
     if config.techniques.chunked_loss:
         positions = min(chunk_positions(shape.vocabulary), most_trained * config.train.micro_batch_rows)
         fixed_bytes += _CHUNKED_LOGIT_BYTES * positions * shape.vocabulary
@@ -185,12 +197,12 @@ def _adapter_bytes(config: RunConfig, number_bytes: int) -> int:
     return _ADAPTER_8BIT_BYTES if is_8bit else _ADAPTER_BYTES
 
 
-def _num_kept_rows(config: RunConfig, data: PackedDataset) -> int:
+def _num_kept_rows(config: RunConfig, num_rows: int) -> int:
     """Rows whose boundary the staged tail keeps."""
     staged = config.techniques.staged
     if staged is None or staged.tail_passes == 1:
         return 0
-    return plan_order(config, 0, data.num_rows).num_tail_rows
+    return plan_order(config, 0, num_rows).num_tail_rows
 
 
 def _kept_width(shape: Shape, config: RunConfig) -> int:

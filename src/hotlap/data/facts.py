@@ -57,9 +57,14 @@ class Facts:
 
     def in_words(self) -> list[str]:
         """A sentence on what is trained, and one on each reason for which something is not."""
+        is_alone = 1 < self.num_rows == self.num_examples
+        rows = (
+            f", each in a row of its own, of {self.seq_len:,} tokens at most" if is_alone
+            else f" in {self.num_rows:,} rows of {self.seq_len:,} tokens ({self.fill:.0%} filled)"
+        )  # fmt: skip
         sentences = [
-            f"{self.num_examples:,} of {self.num_read:,} examples in {self.num_rows:,} rows of {self.seq_len:,} tokens "
-            f"({self.fill:.0%} filled); {self.num_trained_tokens:,} of {self.num_tokens:,} tokens are trained.",
+            f"{self.num_examples:,} of {self.num_read:,} examples{rows}; "
+            f"{self.num_trained_tokens:,} of {self.num_tokens:,} tokens are trained.",
             f"Read as {' and '.join(f'{form} ({count:,})' for form, count in self.forms.items())}.",
         ]
         if self.num_rewritten:

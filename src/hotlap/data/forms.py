@@ -4,9 +4,10 @@ A form is recognized by its keys, row by row, so the order of rows never matters
 must have it. Keys that belong to no form are ignored. What is doubtful is refused with a reason.
 """
 
+import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -59,7 +60,7 @@ class Reader:
         """
         if not isinstance(record, dict):
             raise NoExample(f"it is {kind_of(record)}, not an object. Write one JSON object a line.", "not an object")
-        form = self._form or _found(record)
+        form = self._form or _found(tuple(record))
         if self._form is not None and not any(key in record for key in form.keys):
             raise NoExample(
                 f"it is not of the form '{form.name}' that was named (its keys: {_keys(record)}). "
@@ -90,9 +91,11 @@ class Reader:
         return replace(message, content=text)
 
 
-def _found(record: Record) -> Form:
-    announced = [form for form in FORMS.values() if any(key in record for key in form.keys)]
-    complete = [form for form in announced if all(key in record for key in form.needed)]
+@functools.lru_cache(maxsize=256)
+def _found(keys: tuple[str, ...]) -> Form:
+    """The form of a record by its keys."""
+    announced = [form for form in FORMS.values() if any(key in keys for key in form.keys)]
+    complete = [form for form in announced if all(key in keys for key in form.needed)]
     found = complete or announced
     # Data sets that were written out for other tools often carry the whole as `text` beside its parts.
     found = [form for form in found if form.kind != "text"] or found
@@ -101,13 +104,13 @@ def _found(record: Record) -> Form:
     names = ", ".join(f"'{form.name}'" for form in found)
     problem = f"two examples in one ({names})" if found else "no example that hotlap knows"
     raise NoExample(
-        f"it is {problem} (its keys: {_keys(record)}). Name its form with data.format, or its columns with "
+        f"it is {problem} (its keys: {_keys(keys)}). Name its form with data.format, or its columns with "
         f"data.columns.prompt and data.columns.completion.",
         "two examples in one" if found else "no known form",
     )
 
 
-def _keys(record: Mapping[str, Any]) -> str:
+def _keys(record: Iterable[str]) -> str:
     return ", ".join(repr(key) for key in record)[:SHOWN_CHARACTERS] or "none"
 
 

@@ -1,32 +1,32 @@
 """From sources to packed rows: tokenize each, choose, pack; each step cached under the hash of what it depends on."""
 
-# E pieces of a source
+# E pieces of a chunk, U examples of a source that can be used
 
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hotlap import artifacts, clock, durable
 from hotlap.config import RunConfig
 from hotlap.config_data import DataConfig, MixConfig
 from hotlap.data.cache import build_once, drop_if_damaged
-from hotlap.data.choose import Choice, choose, uses_seed
+from hotlap.data.choose import Choice, choose, spread, too_long, uses_seed
 from hotlap.data.facts import Facts
 from hotlap.data.left_out import TOO_LONG, LeftOut, Tally, table
 from hotlap.data.packed import PackedDataset, Packing, folder_of, open_packed
 from hotlap.data.readers import Source
-from hotlap.data.render import Rendered, Renderer, read_template
+from hotlap.data.render import DAY_FUNCTION, Rendered, Renderer, read_template
 from hotlap.data.rows import write_rows
 from hotlap.data.tokenized import Tokenized, tokenize
 from hotlap.errors import BadData
+from hotlap.pins import Stamp, stamp_of
 
 # Part of every fingerprint: raise it when the same input gives other tokens, rows or files.
-_FORMAT = 3
+_FORMAT = 4
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -83,6 +83,8 @@ class _Plan:
     rendering: dict[str, Any]
     deadline: clock.Deadline | None
     hashes: dict[Path, str] = field(default_factory=dict)
+    stamps: dict[Path, Stamp] = field(default_factory=dict)
+    """What the file system said of a file before it was hashed."""
 
     @property
     def settings(self) -> DataConfig:
@@ -93,6 +95,7 @@ class _Plan:
         root = source.place if source.place.is_dir() else source.place.parent
         for file in source.files:
             if file.path not in self.hashes:
+                self.stamps[file.path] = stamp_of(file.path)
                 self.hashes[file.path] = durable.sha256_file(file.path)
         return {
             file.path.relative_to(root).as_posix() if source.place.is_dir() else "": (
@@ -131,6 +134,7 @@ def prepare(
             "tools": settings.tools,
             "turns": settings.turns,
             "append_end": settings.append_end,
+            "day": _today() if _reads_the_day(tokenizer_folder, places.chat_template) else None,
         },
         deadline,
     )
@@ -142,7 +146,10 @@ def prepare(
         packed.append(_open_or_build(plan, _Part("held-out", [Source(places.eval_dataset, alone)], alone, True)))
     elif settings.eval_examples:
         packed.append(_open_or_build(plan, _Part("held-out", sources, settings, is_trained=False)))
-    return Packing(packed[0], packed[1] if len(packed) > 1 else None)
+    packing = Packing(packed[0], packed[1] if len(packed) > 1 else None)
+    if (leak := packing.leak_in_words()) is not None:
+        say(leak)
+    return packing
 
 
 def _renderer(folder: Path, settings: DataConfig, chat_template: Path | None, say: Say) -> Renderer:
@@ -150,6 +157,20 @@ def _renderer(folder: Path, settings: DataConfig, chat_template: Path | None, sa
     for doubt in renderer.doubts():
         say(doubt)
     return renderer
+
+
+def _reads_the_day(tokenizer_folder: Path, chat_template: Path | None) -> bool:
+    """Whether the chat template writes the date, so that tokens made on another day are others."""
+    if chat_template is not None:
+        return DAY_FUNCTION in read_template(chat_template)
+    patterns = ("tokenizer_config.json", "chat_template*", "additional_chat_templates/*")
+    paths = [path for pattern in patterns for path in tokenizer_folder.glob(pattern) if path.is_file()]
+    return any(DAY_FUNCTION.encode() in path.read_bytes() for path in paths)
+
+
+def _today() -> str:
+    """As the template's function sees it: in this machine's time zone."""
+    return datetime.fromtimestamp(clock.wall_s()).date().isoformat()
 
 
 def _mixed(places: tuple[Path, ...], settings: DataConfig) -> list[Source]:
@@ -231,12 +252,24 @@ def _fingerprint(**settings: Any) -> str:
 
 
 def _tokenize(plan: _Plan, source: Source, fingerprint: str) -> Tokenized:
-    def is_unchanged() -> bool:
-        return all(durable.sha256_file(file.path) == plan.hashes[file.path] for file in source.files)
-
     words = sorted({file.container.words for file in source.files})
     plan.say(f"{source.place} is {' and '.join(words)}.")
-    return tokenize(source, fingerprint, plan.get_renderer, is_unchanged, plan.say, plan.deadline)
+    for file in source.files:
+        if file.path.stat().st_size == 0:
+            plan.say(f"{file.path} is empty: it has 0 bytes and gives no examples.")
+    return tokenize(source, fingerprint, plan.get_renderer, _Watch(plan, source), plan.say, plan.deadline)
+
+
+@dataclass(frozen=True)
+class _Watch:
+    plan: _Plan
+    source: Source
+
+    def is_untouched(self) -> bool:
+        return all(stamp_of(file.path) == self.plan.stamps[file.path] for file in self.source.files)
+
+    def is_unchanged(self) -> bool:
+        return all(durable.sha256_file(file.path) == self.plan.hashes[file.path] for file in self.source.files)
 
 
 class _Build:
@@ -244,8 +277,8 @@ class _Build:
 
     def __init__(self, plan: _Plan, part: _Part, tokenized: list[Tokenized]) -> None:
         self._plan, self._part, self._tokenized = plan, part, tokenized
-        self._indexes = [each.index() for each in tokenized]
-        self._choice: Choice = choose(self._indexes, part.weights, part.settings, plan.seed, part.where)
+        indexes = [each.index for each in tokenized]
+        self._choice: Choice = choose(indexes, part.weights, part.settings, plan.seed, part.where)
 
     def write(self, staged: Path) -> Facts:
         seq_len = self._part.settings.seq_len
@@ -272,45 +305,48 @@ class _Build:
         return facts
 
     def _pieces(self) -> Iterator[Rendered]:
-        for number, each in enumerate(self._tokenized):
-            copies_E = self._choice.copies[number]
+        settings = self._part.settings
+        for each, copies_U, is_held_out_U in zip(
+            self._tokenized, self._choice.copies, self._choice.is_held_out, strict=True
+        ):
             if not self._part.is_trained:
-                copies_E = self._choice.is_held_out[number].astype(np.int32)
-            for copy in range(int(copies_E.max(initial=0))):
-                yield from each.pieces(copies_E > copy)
+                yield from each.pieces(spread(each.index, settings, is_held_out_U))
+                continue
+            for copy in range(int(copies_U.max(initial=0))):
+                yield from each.pieces(copies_E > copy for copies_E in spread(each.index, settings, copies_U))
 
     def _left_out(self) -> tuple[LeftOut, ...]:
         """What is in no row, for which reason. What is held out of the same sources is told with what is trained."""
         if not self._part.is_trained:
             return ()
         tally = Tally()
-        for number, each in enumerate(self._tokenized):
+        for each in self._tokenized:
             for entry in each.facts.left_out:
                 tally.add(entry)
-            for entry in self._too_long(number):
+            for entry in self._too_long(each):
                 tally.add(entry)
         return tally.entries
 
-    def _too_long(self, number: int) -> Iterator[LeftOut]:
-        index_E, each = self._indexes[number], self._tokenized[number]
-        for piece in index_E[self._choice.is_too_long[number]]:
-            num_tokens = int(piece["num_tokens"])
-            reason = f"It has {num_tokens:,} tokens."
-            file = each.facts.files[int(piece["file"])]
-            yield LeftOut(TOO_LONG, reason, file, each.facts.unit, 1, (int(piece["line"]),), num_tokens)
+    def _too_long(self, each: Tokenized) -> Iterator[LeftOut]:
+        for index_E in each.index():
+            for piece in index_E[too_long(index_E, self._part.settings)]:
+                num_tokens = int(piece["num_tokens"])
+                reason = f"It has {num_tokens:,} tokens."
+                file = each.facts.files[int(piece["file"])]
+                yield LeftOut(TOO_LONG, reason, file, each.facts.unit, 1, (int(piece["line"]),), num_tokens)
 
     def _longest(self) -> int:
-        return max((int(index_E["num_tokens"].max(initial=0)) for index_E in self._indexes), default=0)
+        return max(int(index_E["num_tokens"].max(initial=0)) for each in self._tokenized for index_E in each.index())
 
     def _list_left_out(self, staged: Path) -> None:
         """Every row that is left out, in a file beside the rows."""
         path = staged / _LEFT_OUT
         durable.append_rows(path, [])
-        for number, each in enumerate(self._tokenized if self._part.is_trained else []):
+        for each in self._tokenized if self._part.is_trained else []:
             durable.append_rows(path, each.left_out_rows())
             rows = (
                 {"source": entry.source, entry.unit: entry.lines[0], "kind": entry.kind, "tokens": entry.fewest_tokens}
-                for entry in self._too_long(number)
+                for entry in self._too_long(each)
             )
             durable.append_rows(path, rows)
         durable.sync_file(path)

@@ -60,6 +60,7 @@ class Preview:
             "seed": self.seed if self.is_seed_known else None,
             "train": _facts_as_json(self.packing.train),
             "held_out": _facts_as_json(held_out) if held_out else None,
+            "num_held_out_also_trained": self.packing.num_also_trained,
             "num_steps": self.num_steps,
             "tokens_per_epoch": self.packing.train.facts.num_tokens,
             "trained_tokens_per_epoch": self.packing.train.num_trained_tokens,

@@ -22,6 +22,9 @@ from hotlap.data.examples import BadRow, Example, Message
 from hotlap.data.turns import ChatTemplate, Text
 from hotlap.errors import BadData, MissingArtifact
 
+DAY_FUNCTION = "strftime_now"
+"""What a chat template calls to write the date."""
+
 
 @dataclass(frozen=True, eq=False)
 class Rendered:
@@ -97,10 +100,11 @@ class Renderer:
                     "The chat template ends an answer with no special token, so no end of an answer is trained and a "
                     "model may talk on. Give one that does with data.chat_template, if answers are to end."
                 )
-        if "strftime_now" in str(self._tokenizer.chat_template):
+        if DAY_FUNCTION in str(self._tokenizer.chat_template):
             found.append(
-                "The chat template writes the date of the day into examples, so tokens that are made on another "
-                "day differ. Give one without with data.chat_template, if results are to be the same."
+                "The chat template writes the date of the day into examples. A run keeps its first day's as long as "
+                "its packed data is on this machine; what is made on another day is other data. Give a template "
+                "without with data.chat_template, if it is to be the same."
             )
         return found
 

@@ -7,6 +7,7 @@ the rows in memory for the one it fills best. `none` gives each piece a row of i
 # N rows, T positions in a row, L tokens of a piece, B rows of a block in memory
 
 import bisect
+import hashlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ TOKENS = "tokens.bin"
 SEGMENTS = "segments.bin"
 IS_TRAINED = "is_trained.bin"
 NUM_TRAINED = "num_trained.bin"
-DTYPES = {TOKENS: "<i4", SEGMENTS: "<u2", IS_TRAINED: "|b1", NUM_TRAINED: "<i8"}
+DIGESTS = "digests.bin"
+DTYPES = {TOKENS: "<i4", SEGMENTS: "<u2", IS_TRAINED: "|b1", NUM_TRAINED: "<i8", DIGESTS: "<u8"}
+"""Of every row; `DIGESTS` of every example, in the order in which they came: equal tokens, equal digest."""
 
 _BLOCK_TOKENS = 1 << 19
 _MOST_SEGMENTS = np.iinfo(np.uint16).max
@@ -97,6 +100,7 @@ class _Rows:
         self._counts["tokens"] += length
         self._longest_tokens = max(self._longest_tokens, length)
         self._histogram[bisect.bisect_left(self._edges, length)] += 1
+        self._digests.append(hashlib.blake2b(piece.tokens_L[:length].tobytes(), digest_size=8).digest())
         self._leave_open(row)
 
     def close(self) -> RowFacts:
@@ -143,9 +147,10 @@ class _Rows:
             IS_TRAINED: self._is_trained_BT[:num_B],
             NUM_TRAINED: num_trained_B,
         }
-        for name, block in blocks.items():
+        written = {name: block.tobytes() for name, block in blocks.items()} | {DIGESTS: b"".join(self._digests)}
+        for name, data in written.items():
             with storage_errors(self._folder / name):
-                durable.disk.append(self._folder / name, block.tobytes())
+                durable.disk.append(self._folder / name, data)
         self._counts["rows"] += num_B
         self._counts["trained"] += int(num_trained_B.sum())
         self._largest_token_id = max(self._largest_token_id, int(self._tokens_BT[:num_B].max(initial=0)))
@@ -158,3 +163,4 @@ class _Rows:
         self._used: list[int] = []
         self._segments: list[int] = []
         self._open: list[tuple[int, int]] = []
+        self._digests: list[bytes] = []

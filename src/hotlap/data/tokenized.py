@@ -5,7 +5,7 @@ comes next goes on behind the last whole chunk. Neither row length nor seed play
 from tokens takes a fraction of the time.
 """
 
-# E pieces of a chunk or of a source, L tokens of one
+# E pieces of a chunk, L tokens of one
 
 import gc
 from collections import deque
@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,29 +50,33 @@ Say = Callable[[str], None]
 _RenderedBatch = tuple[Batch, Outcomes]
 
 
+class Watch(Protocol):
+    """Whether a source is still what its fingerprint says."""
+
+    def is_untouched(self) -> bool:
+        """Whether no file was written to, by what the file system says. Costs nothing, so a chunk asks it."""
+        ...
+
+    def is_unchanged(self) -> bool:
+        """Whether the bytes are the same."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Tokenized:
     fingerprint: str
     facts: TokenizedFacts
     chunks: tuple[Path, ...]
 
-    def index(self) -> npt.NDArray[Any]:
-        """An `INDEX_DTYPE` entry for each of the E pieces."""
-        index_E = np.empty(self.facts.num_pieces, dtype=INDEX_DTYPE)
-        first = 0
+    def index(self) -> Iterator[npt.NDArray[Any]]:
+        """An `INDEX_DTYPE` entry for each of the pieces, a chunk's at a time."""
         for chunk in self.chunks:
-            part = np.fromfile(chunk / INDEX, dtype=INDEX_DTYPE)
-            index_E[first : first + len(part)] = part
-            first += len(part)
-        return index_E
+            yield np.fromfile(chunk / INDEX, dtype=INDEX_DTYPE)
 
-    def pieces(self, is_wanted_E: npt.NDArray[np.bool_]) -> Iterator[Rendered]:
-        """The pieces that are wanted, in order, a chunk in memory at a time."""
-        first = 0
-        for chunk in self.chunks:
-            index_E = np.fromfile(chunk / INDEX, dtype=INDEX_DTYPE)
-            wanted = np.flatnonzero(is_wanted_E[first : first + len(index_E)])
-            first += len(index_E)
+    def pieces(self, are_wanted: Iterable[npt.NDArray[np.bool_]]) -> Iterator[Rendered]:
+        """The pieces that are wanted of each chunk, in order, a chunk in memory at a time."""
+        for chunk, index_E, is_wanted_E in zip(self.chunks, self.index(), are_wanted, strict=True):
+            wanted = np.flatnonzero(is_wanted_E)
             if len(wanted) == 0:
                 continue
             # Read, not mapped: pages of a map stay in the process's memory after their use.
@@ -92,7 +96,7 @@ def tokenize(
     source: Source,
     fingerprint: str,
     get_renderer: Callable[[], Renderer],
-    is_unchanged: Callable[[], bool],
+    watch: Watch,
     say: Say,
     deadline: clock.Deadline | None = None,
 ) -> Tokenized:
@@ -105,13 +109,13 @@ def tokenize(
     final = _folder(fingerprint)
     tokenized = _opened(fingerprint, say)
     if tokenized is None:
-        build = _Build(source, final, get_renderer, say, deadline)
+        build = _Build(source, final, get_renderer, watch, say, deadline)
 
         def build_all(staged: Path) -> dict[str, Any]:
             facts = build.run()
-            if not is_unchanged():
+            if not watch.is_unchanged():
                 build.remove_chunks()
-                raise BadData(f"{source.place} changed while it was read. Run the same command again when it is done.")
+                raise _changed(source)
             durable.write_synced(staged / "README", b"The chunks lie in the folder of the same name.\n")
             return asdict(facts)
 
@@ -121,6 +125,10 @@ def tokenize(
     if source.settings.bad_rows == "refuse":
         require_good(source, tokenized.facts.left_out, tokenized.facts.num_read)
     return tokenized
+
+
+def _changed(source: Source) -> BadData:
+    return BadData(f"{source.place} changed while it was read. Run the same command again when it is done.")
 
 
 def require_good(source: Source, left_out: Iterable[LeftOut], num_read: int) -> None:
@@ -178,9 +186,11 @@ class _Build:
         source: Source,
         final: Path,
         get_renderer: Callable[[], Renderer],
+        watch: Watch,
         say: Say,
         deadline: clock.Deadline | None,
     ) -> None:
+        self._watch = watch
         self._source, self._final, self._say, self._deadline = source, final, say, deadline
         self._get_renderer = get_renderer
         self._files = tuple(str(file.path) for file in source.files)
@@ -196,6 +206,8 @@ class _Build:
             while True:
                 chunk = Chunk(self._files, facts.num_read)
                 is_last = self._fill(chunk, rendered, facts)
+                if not self._watch.is_untouched():
+                    raise _changed(self._source)
                 if chunk.facts.num_read:
                     build_once(_chunk_folder(self._final, number), chunk.write, self._say)
                     facts, number = facts.plus(chunk.facts), number + 1

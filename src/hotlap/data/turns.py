@@ -16,6 +16,7 @@ from typing import Any
 
 from hotlap.config_data import DataConfig
 from hotlap.data.examples import SHOWN_CHARACTERS, BadRow, Example, Message
+from hotlap.data.verbatim import Skeletons, copies_contents
 
 Cut = tuple[int, int]
 """An example's index, and how many of its messages are written."""
@@ -41,6 +42,9 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._settings = settings
         self._openings: dict[str, str | _Refused] = {}
+        self._skeletons: Skeletons | None = None
+        if isinstance(tokenizer.chat_template, str) and copies_contents(tokenizer.chat_template):
+            self._skeletons = Skeletons(lambda chat, is_prompt: self._apply([chat], None, is_prompt)[0])
 
     def prompt(self, example: Example) -> str | BadRow:
         """The conversation as a model sees it before it answers."""
@@ -93,6 +97,22 @@ class ChatTemplate:
 
     def _write(self, examples: Sequence[Example], cuts: Sequence[Cut], is_prompt: bool = False) -> list[str | _Refused]:
         """Examples up to a number of messages; a prompt asks for the assistant's turn next."""
+        if self._skeletons is None:
+            return self._ask(examples, cuts, is_prompt)
+        found = [self._by_shape(self._skeletons, examples[row], num, is_prompt) for row, num in cuts]
+        unknown = [cut for cut, text in zip(cuts, found, strict=True) if text is None]
+        asked = iter(self._ask(examples, unknown, is_prompt))
+        return [next(asked) if text is None else text for text in found]
+
+    def _by_shape(self, skeletons: Skeletons, example: Example, num_messages: int, is_prompt: bool) -> str | None:
+        if example.tools:
+            return None
+        try:
+            return skeletons.write(example.messages[:num_messages], is_prompt)
+        except Exception:  # noqa: BLE001  (it refuses the shape, and says of the conversation itself why)
+            return None
+
+    def _ask(self, examples: Sequence[Example], cuts: Sequence[Cut], is_prompt: bool) -> list[str | _Refused]:
         chats = [[_as_dict(message) for message in examples[row].messages[:num]] for row, num in cuts]
         tools = [examples[row].tools for row, _ in cuts]
         if not any(tools):

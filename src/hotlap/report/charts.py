@@ -1,6 +1,7 @@
 """A study's charts as SVG: progress, response of every axis, prediction against outcome, the clock, loss curves.
 
-Drawn from `plots.json` alone, and byte for byte the same for the same numbers: no date, no random names in them.
+Drawn from the numbers of `plots.json` and from what all runs together say of every axis (`proposer.responses`), and
+byte for byte the same for the same numbers: no date, no random names in them.
 """
 
 import io
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -22,6 +24,7 @@ _COLORS = {"baseline": "tab:gray", "sentinel": "tab:green", "verify": "tab:purpl
 
 
 def write(folder: Path, plots: Plots) -> None:
+    """`plots`: those of the board, and under `expected` those of `proposer.responses`."""
     for name, data in draw(plots).items():
         durable.replace(folder / name, data)
 
@@ -69,6 +72,9 @@ def _progress(plots: Plots) -> Figure:
     if steps:
         x, y = zip(*[*steps, (len(runs), steps[-1][1])], strict=True)
         axes.step(x, y, where="post", color="black", linewidth=1, label="anchor")
+        if plots["noise"] is not None:
+            low, high = ([value + sign * 2 * plots["noise"] for value in y] for sign in (-1, 1))
+            axes.fill_between(x, low, high, step="post", color="black", alpha=0.1, linewidth=0, label="2 s.d. of a run")
     for name, value in plots["floors"].items():
         if seen and min(seen) - 0.2 < value < max(seen) + 0.2:
             axes.axhline(value, color="tab:orange", linestyle=":", linewidth=1)
@@ -78,7 +84,8 @@ def _progress(plots: Plots) -> Figure:
 
 
 def _response(plots: Plots) -> Figure:
-    """Loss against the value of every axis, for configurations that are the anchor but for that axis."""
+    """Loss against the value of every axis, for configurations that are the anchor but for that axis; the line and
+    its band (two standard deviations) are what all past runs together say."""
     names = list(plots["response"])
     columns = min(4, max(1, len(names)))
     rows = max(1, math.ceil(len(names) / columns))
@@ -94,6 +101,11 @@ def _response(plots: Plots) -> Figure:
             points = [(str(value), loss) for value, loss in points]
         if points:
             axes.scatter(*zip(*points, strict=True), s=10)
+        if expected := plots["expected"].get(name):
+            value, mean, sd = (np.array(column) for column in zip(*expected, strict=True))
+            axes.plot(value, mean, linewidth=0.8)
+            axes.fill_between(value, mean - 2 * sd, mean + 2 * sd, alpha=0.15, linewidth=0)
+            axes.set_xscale("log" if min(value) > 0 and max(value) > 20 * min(value) else "linear")
         axes.tick_params(labelsize=6)
     return figure
 

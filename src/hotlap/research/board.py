@@ -83,9 +83,9 @@ def leaderboard(history: History) -> dict[str, Any]:
     return {
         "header": _header(history, noise),
         "entries": entries,
-        "floors": _floors(history),
+        "floors": floors(history),
         "decisions": [_told(row, history) for row in history.decisions[-_SHOWN_DECISIONS:]],
-        "axes": _ledger(history),
+        "axes": ledger(history),
     }
 
 
@@ -124,8 +124,13 @@ def _claim(row: Row) -> dict[str, Any]:
 
 
 def _change(history: History, decision: Row) -> dict[str, Any]:
-    first = history.candidates[decision["proposal"]].first
-    return {name: first[name] for name in ("axis", "old", "new")}
+    """Its axis, old and new; of a jump, those of both axes beside each other."""
+    changes = history.candidates[decision["proposal"]].first["changes"]
+    if len(changes) == 1:
+        return dict(zip(("axis", "old", "new"), changes[0], strict=True))
+    return {
+        name: ", ".join(str(change[place]) for change in changes) for place, name in enumerate(("axis", "old", "new"))
+    }
 
 
 def _rank(entries: list[dict[str, Any]]) -> None:
@@ -145,6 +150,7 @@ def _header(history: History, noise: Noise | None) -> dict[str, Any]:
     placebos = [row for row in history.decisions if row["placebo"] and row["outcome"] != "not_judged"]
     runs = [run.row for run in history.runs]
     resets = [row for row in history.decisions if row["outcome"] == "drift_reset"]
+    costs = [row["cost_usd"] for row in _all_rows(history) if row["cost_usd"] is not None]
     spent = [row["total_s"] for row in runs if row["total_s"] is not None]
     return {
         "study": history.study.name,
@@ -159,16 +165,26 @@ def _header(history: History, noise: Noise | None) -> dict[str, Any]:
         "num_judged": history.num_judged,
         "num_by_status": dict(sorted(Counter(row["status"] for row in _all_rows(history)).items())),
         "hours": sum(spent) / 3600 if spent else None,
+        "cost_usd": sum(costs) if costs else None,
+        "answers": _answers(history),
         "placebos": {"num_judged": len(placebos), "num_kept": sum(row["moves_anchor"] for row in placebos)},
         "drift_resets": len(resets),
     }
+
+
+def _answers(history: History) -> dict[str, int]:
+    """Proposals that a command was asked for, answers that were refused, proposals that were made in its place."""
+    told = [candidate.first["proposer"] for candidate in history.candidates.values()]
+    asked = [made for made in told if "refused" in made]
+    refused = sum(len(made["refused"]) for made in asked)
+    return {"asked": len(asked), "refused": refused, "replaced": sum("instead_of" in made for made in asked)}
 
 
 def _all_rows(history: History) -> list[Row]:
     return [run.row for run in history.runs] + [row for open_ in history.in_progress for row in open_.rows]
 
 
-def _floors(history: History) -> dict[str, float]:
+def floors(history: History) -> dict[str, float]:
     """What counting alone reaches on this text, nats per byte."""
     known = next((run.row["floors"] for run in history.runs if run.status == OK and run.row["floors"]), {})
     return {name: value for name, value in known.items() if value is not None}
@@ -180,15 +196,17 @@ def _told(row: Row, history: History) -> dict[str, Any]:
     return {name: row[name] for name in names} | {"change": change}
 
 
-def _ledger(history: History) -> dict[str, list[dict[str, Any]]]:
+def ledger(history: History) -> dict[str, list[dict[str, Any]]]:
     """By axis: every change that was judged. Placebos changed nothing, so they are not here."""
     ledger: dict[str, list[dict[str, Any]]] = {axis.name: [] for axis in history.space.axes}
     for row in history.decisions:
         if row["proposal"] is None or row["placebo"]:
             continue
-        change = _change(history, row)
-        tried = {"old": change["old"], "new": change["new"], "outcome": row["outcome"], "delta": row["delta"]}
-        ledger[change["axis"]].append({**tried, "reason": row["reason"]})
+        changes = history.candidates[row["proposal"]].first["changes"]
+        for axis, old, new in changes:
+            beside = [other for other, _, _ in changes if other != axis]
+            tried = {"old": old, "new": new, "outcome": row["outcome"], "delta": row["delta"]}
+            ledger[axis].append({**tried, "beside": beside, "reason": row["reason"]})
     return ledger
 
 
@@ -226,7 +244,8 @@ def plots(history: History) -> dict[str, Any]:
     return {
         "progress": [[run.run_id, run.role, run.status, run.loss if run.status == OK else None] for run in runs],
         "anchor": [[a.runs[0]["run_id"], fmean(a.losses)] for a in history.anchors if a.runs],
-        "floors": _floors(history),
+        "noise": history.noise().s if history.groups.get(base) else None,
+        "floors": floors(history),
         "response": {
             axis.name: [[config[axis.name], loss] for config, loss, changed in near if changed <= {axis.name}]
             for axis in history.space.axes
@@ -270,17 +289,19 @@ def _header_lines(header: dict[str, Any]) -> list[str]:
     noise, placebos = header["noise"], header["placebos"]
     told = "not measured yet" if noise is None else f"{noise['s']:.4f} nats/byte ({noise['df']} degrees of freedom)"
     statuses = ", ".join(f"{count} {status}" for status, count in header["num_by_status"].items()) or "none"
+    cost = "" if header["cost_usd"] is None else f", ${header['cost_usd']:.2f}"
+    answers = "{asked} proposals asked for, {refused} answers refused, {replaced} replaced".format(**header["answers"])
     hours = "-" if header["hours"] is None else f"{header['hours']:.2f} h"
     return [
         f"- budget {header['budget_s']:g} charged seconds, data {_safe(header['data'])}, rule {header['acceptance']}",
         f"- noise of one run: {told}",
-        f"- runs: {statuses}; {header['num_judged']} proposals judged; {hours}",
+        f"- runs: {statuses}; {header['num_judged']} proposals judged; {hours}{cost}",
+        *([f"- {answers}"] if header["answers"]["asked"] else []),
         f"- placebos kept: {placebos['num_kept']} of {placebos['num_judged']}; drift resets: {header['drift_resets']}",
     ]
 
 
 def _entry_line(entry: dict[str, Any]) -> str:
-    change = entry["change"]
     interval = entry["interval_90"]
     gain = "" if interval is None else f"{entry['gain_on_baseline']:+.4f} [{interval[0]:+.4f}, {interval[1]:+.4f}]"
     cells = (
@@ -291,7 +312,7 @@ def _entry_line(entry: dict[str, Any]) -> str:
         f"{entry['nats_per_byte']:.4f} ± {entry['se']:.4f}{'' if entry['is_after_choice'] else ' *'}",
         entry["num_runs"],
         gain,
-        "" if change is None else _safe(f"{change['axis']} {change['old']} → {change['new']}"),
+        _safe(_words(entry["change"])),
         "-" if entry["params"] is None else f"{entry['params']:,}",
         "-" if entry["tokens_per_s"] is None else f"{entry['tokens_per_s']:,.0f}",
     )
@@ -299,15 +320,18 @@ def _entry_line(entry: dict[str, Any]) -> str:
 
 
 def _floor_line(name: str, value: float) -> str:
-    return f"| | *{_safe(name)} counts* | floor | {value / _LN2:.4f} | {value:.4f} | | | | | |"
+    words = "without training" if name == "untrained" else f"{name} counts"
+    return f"| | *{_safe(words)}* | floor | {value / _LN2:.4f} | {value:.4f} | | | | | |"
 
 
 def _decision_line(row: dict[str, Any]) -> str:
-    change = row["change"]
-    words = "" if change is None else f"{change['axis']} {change['old']} → {change['new']}"
-    words = "placebo (no change)" if row["placebo"] else words
+    words = "placebo (no change)" if row["placebo"] else _words(row["change"])
     gain = "-" if row["delta"] is None else f"{row['delta']:+.4f}"
     return f"| {row['decision_id']} | {_safe(words)} | {gain} | {_safe(row['outcome'])}: {_safe(row['reason'])} |"
+
+
+def _words(change: Mapping[str, Any] | None) -> str:
+    return "" if change is None else f"{change['axis']} {change['old']} → {change['new']}"
 
 
 def _safe(text: str) -> str:

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,14 +28,29 @@ NUMBERS = (
     *("val_search_nats_per_byte", "val_search_bpb", "val_lock_nats_per_byte", "train_loss_ema"),
     *("val_tokens", "val_bytes", "floors", "budget_s", "charged_s", "wall_s", "cpu_s", "setup_s", "warm_s", "eval_s"),
     *("total_s", "steps", "tokens", "tokens_per_s", "step_ms_p20", "step_ms_p50", "step_ms_p95", "epochs", "params"),
-    *("params_active", "flops_per_token", "peak_mem_mb", "lr_at_end", "grad_norm_p50", "grad_norm_p99", "loss_curve"),
+    *(
+        "params_active",
+        "flops_per_token",
+        "expected_mem_mb",
+        "mfu",
+        "peak_mem_mb",
+        "lr_at_end",
+        "grad_norm_p50",
+        "grad_norm_p99",
+        "loss_curve",
+    ),
     *("validity", "machine", "data"),
 )
 """What a run's row takes over from the trial's result; null where there is none."""
 
 _OWN_STATUSES = frozenset((OK, "nan", "diverged", "oom", "crash"))
 _TAIL_CHARS = 2000
+_PROBE_FLOPS = 2 * 256**3
+"""Of the reference product that `validity.probe_before` times, in milliseconds."""
+
+_THROTTLED_SHARE = 0.02
 _AXES_S = 120.0
+_GIT_S = 10.0
 _NO_DISTURBANCE = {"uneven_steps", "zero_loss"}
 """Flags of a result that do not say that the machine was busy with something else."""
 
@@ -47,6 +64,8 @@ class Trial:
     order: Row
     deadline_s: float
     folder: Path
+    pair: str | None = None
+    """Trials with the same word are compared with each other, and run on the same machine."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +126,7 @@ class LocalExecutor:
             return ending
 
     def close(self) -> None:
-        self._stops.was_killed = True
+        self._stops.was_asked = self._stops.was_killed = True  # also for a child that is being started just now
         for process in list(self._stops.processes):
             process.kill()
         for _ in self._threads:
@@ -119,6 +138,8 @@ class LocalExecutor:
         if cores:
             os.sched_setaffinity(0, cores)
         while (trial := self._trials.get()) is not None:
+            if self._stops.was_killed:
+                continue
             try:
                 self._endings.put(run_trial(trial, self._stops, self._on_progress))
             except Exception as error:  # noqa: BLE001  (a bug, or a full disk: the main thread raises it)
@@ -154,6 +175,26 @@ def code_hash_of(program: str) -> str:
         raise ConfigError(f"study.program: there is no {program}.") from None
 
 
+@lru_cache
+def commit_of(program: str) -> Row:
+    """The commit of the repository that keeps a program, and whether anything there has been changed since; null where
+    none does. Asked once: what happens to the program later, the hash of its code tells."""
+    spec = None if program.endswith(".py") else find_spec(program)
+    path = Path(program if spec is None or spec.origin is None else spec.origin).absolute()
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", path.parent, *words], capture_output=True, text=True, timeout=_GIT_S)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", path.name) is None:  # a virtual environment inside of somebody's repository
+        return {"git_commit": None, "dirty": None}
+    changes = git("status", "--porcelain", "--untracked-files=no")
+    return {"git_commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
+
+
 def ask_axes(program: str) -> dict[str, Any]:
     """What a program answers to `--axes`: `{name: {default, kind, low, high, choices}}`.
 
@@ -187,13 +228,14 @@ def run_trial(trial: Trial, stops: child.Stops, on_progress: OnProgress) -> Endi
     argv = [sys.executable, "-m", "hotlap.research.tether", str(os.getpid()), *command_of(trial.program), str(order)]
     threads = str(trial.order["threads"])
     env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": threads}
-    kills_before = num_oom_kills()
+    kills_before, throttled_before = num_oom_kills(), throttled_us()
     end = child.run_child(
         argv, clock.Deadline(clock.monotonic_s() + trial.deadline_s), on_talk=hear, env=env, stops=stops
     )
     result = _read_result(out)
     status, error_class = status_of(end, result, num_oom_kills() > kills_before)
-    return Ending(trial.run_id, _fields(end, result, status, error_class), end.was_asked_to_stop)
+    fields = _fields(end, result, status, error_class)
+    return Ending(trial.run_id, with_throttling(fields, throttled_us() - throttled_before), end.was_asked_to_stop)
 
 
 def _progress_in(line: str) -> tuple[float, float | None] | None:
@@ -255,8 +297,37 @@ def _fields(end: child.ChildEnd, result: Row | None, status: str, error_class: s
         fields |= {"val_search_nats_per_byte": None, "val_search_bpb": None, "val_lock_nats_per_byte": None}
     elif fields["val_search_nats_per_byte"] is not None:
         fields["val_search_nats_per_byte"] = float(fields["val_search_nats_per_byte"])
+    fields |= {"total_s": round(end.wall_s, 3), "mfu": mfu_of(fields)}
     tail = None if status == OK else str(known.get("error_tail") or end.last_words)[-_TAIL_CHARS:]
     return {**fields, "status": status, "exit_code": end.exit_code, "error_class": error_class, "error_tail": tail}
+
+
+def mfu_of(fields: Row) -> float | None:
+    """The model's operations a second, as a share of what a reference product reached on the same processor before and
+    after. What a GPU could reach is not known."""
+    flops, rate, validity = fields["flops_per_token"], fields["tokens_per_s"], fields["validity"] or {}
+    probes = [validity.get(name) for name in ("probe_before", "probe_after")]
+    known = [probe for probe in probes if isinstance(probe, int | float) and probe > 0]
+    if not (known and flops and rate) or (fields["machine"] or {}).get("gpu"):
+        return None
+    return flops * rate / (_PROBE_FLOPS / (min(known) / 1e3))
+
+
+def with_throttling(fields: Row, waited_us: int) -> Row:
+    """The fields with how long the control group's quota held its processes back, and a flag if that is much."""
+    if fields["validity"] is None:
+        return fields
+    validity = {**fields["validity"], "throttled_us": waited_us}
+    if waited_us > _THROTTLED_SHARE * 1e6 * fields["total_s"]:
+        validity["flags"] = [*_flags(fields), "throttled"]
+    return {**fields, "validity": validity}
+
+
+def throttled_us(path: Path = Path("/sys/fs/cgroup/cpu.stat")) -> int:
+    """Microseconds for which this control group has been held back by its quota since it exists; 0 without one."""
+    with suppress(OSError, ValueError, KeyError):
+        return int(dict(line.split() for line in path.read_text().splitlines())["throttled_usec"])
+    return 0
 
 
 def finite(value: Any) -> Any:

@@ -38,6 +38,8 @@ Config = dict[str, Any]
 Stream = Iterator[tuple[Tensor, Tensor]]
 Now = Callable[[], float]
 BLOCK = 2048  # bytes of validation text in a row that belong to one split
+SIZES = ("params", "params_active", "flops_per_token", "expected_mem_mb")
+BARE_MB = 330  # resident memory of Python with torch and a text of a megabyte
 
 
 # --- axes: all that a configuration can say; seeds, budget and data belong to the order ---
@@ -261,13 +263,17 @@ class GPT(nn.Module):
 
 
 def sizes(model: GPT, config: Config) -> dict[str, int]:
-    """Parameters, those that one token meets, and the floating-point operations of training on one token."""
+    """Parameters, those that one token meets, floating-point operations of training on one token, and memory: what
+    Python and torch take, four numbers a parameter, and what a batch leaves for the way back (docs/gpt.md)."""
     rows = [p for name, p in model.named_parameters() if name.endswith(("inputs.weight", "values"))]
     params = sum(p.numel() for p in model.parameters())
     multiplied = params - sum(p.numel() for p in rows)
     active = multiplied + sum(p.shape[1] for p in rows) + config["width"] * (config["input_ngram"] - 1)
-    attention = config["depth"] * max(1, config["width"] // config["head_dim"]) * config["head_dim"] * config["context"]
-    return {"params": params, "params_active": active, "flops_per_token": 6 * (multiplied + attention)}
+    inner = max(1, config["width"] // config["head_dim"]) * config["head_dim"]
+    attention = config["depth"] * inner * config["context"]
+    kept = config["depth"] * ((8 + 3 * config["mlp_ratio"]) * config["width"] + 9 * inner) + 4 * model.head.out_features
+    memory_mb = BARE_MB + 4 * (4 * params + kept * config["batch_size"] * config["context"]) / 2**20
+    return dict(zip(SIZES, (params, active, 6 * (multiplied + attention), round(memory_mb)), strict=True))
 
 
 # --- optimizers ---
@@ -275,13 +281,10 @@ def make_optimizers(model: GPT, config: Config) -> list[torch.optim.Optimizer]:
     """One group for each kind of parameter; each remembers its `peak_lr`."""
     params = dict(model.named_parameters())
     rows = params.pop("inputs.weight")
-    groups = [
-        {
-            "params": [params.pop(name) for name in list(params) if name.endswith(ending)],
-            "lr": config["lr"] * config[axis],
-        }
-        for ending, axis in (("values", "embed_lr"), ("head.weight", "head_lr"), ("skips", "scalar_lr"))
-    ]
+    groups: list[dict[str, Any]] = []
+    for ending, axis in (("values", "embed_lr"), ("head.weight", "head_lr"), ("skips", "scalar_lr")):
+        own = [params.pop(name) for name in list(params) if name.endswith(ending)]
+        groups.append({"params": own, "lr": config["lr"] * config[axis]})
     matrices = {"params": list(params.values()), "lr": config["lr"], "weight_decay": config["weight_decay"]}
     betas = (config["beta1"], 0.5 ** (config["batch_size"] * config["context"] / config["beta2_half_life"]))
     optimizers: list[torch.optim.Optimizer] = []
@@ -464,7 +467,7 @@ class Trial:
         self.clock, self.track = ChargedClock(order.budget_s), Track(self.floors["uniform"])
         self.end: dict[str, str | None] = {"status": "ok", "error_class": None, "error_tail": None}
         self.seconds: dict[str, float | None] = dict.fromkeys(("setup_s", "warm_s", "wall_s", "cpu_s", "eval_s"))
-        self.sizes: dict[str, int | None] = dict.fromkeys(("params", "params_active", "flops_per_token"))
+        self.sizes: dict[str, int | None] = dict.fromkeys(SIZES)
         self.losses, self.probes = dict[str, float](), list[float]()
 
     def run(self) -> dict[str, Any]:
@@ -572,12 +575,19 @@ def main(argv: list[str]) -> int:
     for name, kind in (("budget_s", float), ("data", str), ("threads", int), ("device", str), ("out", str)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(Order, name))
     parser.add_argument("--axes", action="store_true", help="print all axes as JSON, and end")
+    parser.add_argument("--sizes", action="store_true", help='read {"data", "configs"}, print the size of each, end')
     flags = vars(parser.parse_args(argv))
     path, flags["config"] = flags.pop("order"), dict(flags["config"])
     if flags.pop("axes"):
         print(json.dumps({name: axis._asdict() for name, axis in AXES.items()}))
         return 0
     try:
+        if flags.pop("sizes"):
+            asked = json.load(sys.stdin)
+            num_symbols, configs = load(asked["data"]).num_symbols, [resolve(config) for config in asked["configs"]]
+            with torch.device("meta"):
+                print(json.dumps([sizes(GPT(config, num_symbols), config) for config in configs]))
+            return 0
         given: Config = json.loads(Path(path).read_text()) if path else flags
         if unknown := given.keys() - Order.__annotations__:
             raise Refused(f"An order has no {', '.join(unknown)}. It has: {', '.join(Order.__annotations__)}.")

@@ -2,6 +2,7 @@
 
     experiments.jsonl   one row per event, synced before anything acts on it:
       campaign   first: space, budgets, rule, hash of the trial's code and of the study's secret
+      goal       how many changes a command was asked to try, so that the same command again asks for no more
       settings   when the study's file changed in what may change
       started    before every child, with its seeds; a child that left no run row was killed
       run        how it ended, and its numbers; a missing number is null
@@ -112,6 +113,8 @@ class History:
         """The newest decision that proved a configuration."""
         self.cell: Row | None = None
         self.num_since_anchor_run = 0
+        self.goal: Row | None = None
+        """What the newest search was asked for."""
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> "History":
@@ -138,6 +141,9 @@ class History:
 
     def _settings(self, row: Row) -> None:
         self.study = StudyConfig.model_validate(row["study"])
+
+    def _goal(self, row: Row) -> None:
+        self.goal = row
 
     def _started(self, row: Row) -> None:
         self.num_started += 1

@@ -1,9 +1,10 @@
 """A trial that fine-tunes: `python -m hotlap.research.lora ORDER.json` trains LoRA for a charged time and scores it.
 
 The order's `data` is a run's TOML file: base model, data set, and a held-out JSONL file (`data.eval_dataset`), whose
-lines are divided in turn between the two splits. A short run first measures the configuration's own time of a step;
-then it is trained for as many steps as fit the budget, each charged that time, so that a busy machine takes longer
-and learns the same. The score is nats per byte of the held-out completions.
+lines are divided in turn between the two splits. A short run that learns nothing first measures the configuration's
+own time of a step, and what the base model scores (the floor `untrained`); then it is trained for as many steps as fit
+the budget, each charged that time, so that a busy machine takes longer and learns the same. The score is nats per byte
+of the held-out completions.
 
 Every split is scored by a run of its own, with the same seed and steps: what is held out changes nothing that is
 trained.
@@ -41,6 +42,7 @@ AXES: dict[str, dict[str, Any]] = {
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _CALIBRATION_STEPS = 5
+_NO_LR = 1e-30
 _SLOWDOWN = 1.15
 """Steps that took longer than that, beside those of the calibration, were disturbed."""
 
@@ -94,8 +96,10 @@ def trial(order: dict[str, Any]) -> dict[str, Any]:
     folder, budget_s = Path(order["out"]).parent, float(order["budget_s"])
     base = load_run(Path(order["data"]))
     splits = split_held_out(base, folder)
-    short = config_of(base, order, folder, "calibration", splits["search"], _CALIBRATION_STEPS)
-    step_s = train(short).step_p50_s
+    # Steps that move nothing take as long as others, and what they leave is scored: the base model.
+    still = {**order, "config": {**order["config"], "lr": _NO_LR}}
+    untrained = train(config_of(base, still, folder, "calibration", splits["search"], _CALIBRATION_STEPS))
+    step_s = untrained.step_p50_s
     num_steps = max(1, int(budget_s / step_s))
     trained = {
         split: train(config_of(base, order, folder, split, splits[split], num_steps)) for split in order["splits"]
@@ -109,6 +113,7 @@ def trial(order: dict[str, Any]) -> dict[str, Any]:
         "val_search_nats_per_byte": search.nats_per_byte,
         "val_search_bpb": search.nats_per_byte / math.log(2),
         "val_lock_nats_per_byte": trained["lock"].nats_per_byte if "lock" in trained else None,
+        "floors": {"untrained": untrained.nats_per_byte},
         "val_tokens": search.num_targets,
         "val_bytes": search.num_bytes,
         "charged_s": num_steps * step_s,

@@ -4,6 +4,8 @@ So a study that was killed anywhere goes on as if nothing had happened: the next
 again.
 """
 
+import random
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
@@ -11,6 +13,7 @@ from hotlap.errors import ChildCrashed, HotlapError, Undecided
 from hotlap.research import acceptance, proposer, seeds
 from hotlap.research.acceptance import Judged, Noise
 from hotlap.research.history import DISTURBED, FAILED, OK, SCHEMA, Anchor, Candidate, History, Row, loss_of
+from hotlap.research.proposer import Proposal
 from hotlap.research.space import Settings, config_hash
 
 _MAX_DISTURBED = 1
@@ -20,7 +23,9 @@ _MAX_LOST = 12
 
 _MAX_FAILED_ANCHOR_RUNS = 3
 _PLATEAU_PROPOSALS = 10
-_PLATEAU_SIGMAS = 0.25
+_PLATEAU_SIGMAS = 0.15
+_BARREN_PROPOSALS = 30
+"""From a proposer that expects nothing in numbers, so many in a row that moved nothing."""
 
 
 @dataclass(frozen=True)
@@ -53,23 +58,27 @@ class Finish:
 
 Action = Start | Decide | Wait | Finish
 
+Propose = Callable[[History, Noise, random.Random], Proposal | None]
+
 
 # --- search ---
 
 
-def next_in_search(history: History, secret: bytes, today: str, num_judged: int | None) -> Action:
+def next_in_search(
+    history: History, secret: bytes, today: str, num_judged: int | None, propose: Propose = proposer.propose
+) -> Action:
     """Until `num_judged` proposals are judged, or, given none, until nothing better is expected.
 
     `today` is the UTC date, for the day's limit on trials.
     """
-    action = _next_in_search(history, secret, num_judged)
+    action = _next_in_search(history, secret, num_judged, propose)
     limit = history.study.trials_per_day
     if isinstance(action, Start) and limit is not None and history.starts_per_day.get(today, 0) >= limit:
         return Finish("day") if not history.open else Wait()
     return action
 
 
-def _next_in_search(history: History, secret: bytes, num_judged: int | None) -> Action:
+def _next_in_search(history: History, secret: bytes, num_judged: int | None, propose: Propose) -> Action:
     anchor = history.anchor
     if error := _anchor_trouble(anchor):
         return Finish("stopped", error)
@@ -91,16 +100,16 @@ def _next_in_search(history: History, secret: bytes, num_judged: int | None) -> 
         return Decide(_drift_row(history, noise))
     if not is_naive and not num_open and history.num_since_anchor_run >= history.study.sentinel_every:
         return _start_anchor(history, secret)
-    return _propose(history, secret, noise, num_judged)
+    return _propose(history, secret, noise, num_judged, propose)
 
 
-def _propose(history: History, secret: bytes, noise: Noise, num_judged: int | None) -> Action:
+def _propose(history: History, secret: bytes, noise: Noise, num_judged: int | None, propose: Propose) -> Action:
     if num_judged is not None and len(history.candidates) >= num_judged:
         return Wait() if history.in_progress else Finish("trials")
     if num_judged is None and _is_plateau(history, noise):
         return Wait() if history.in_progress else Finish("plateau")
     number = len(history.candidates)
-    proposal = proposer.propose(history, noise, seeds.source(secret, "proposal", number))
+    proposal = propose(history, noise, seeds.source(secret, "proposal", number))
     if proposal is None:
         return Wait() if history.in_progress else Finish("exhausted")
     salt = seeds.word(secret, "salt", number)
@@ -108,9 +117,8 @@ def _propose(history: History, secret: bytes, noise: Noise, num_judged: int | No
     row = {
         **started_row(history, secret, "screen", proposal.config),
         "parent_hash": history.anchor.config_hash,
-        "axis": proposal.axis,
-        "old": proposal.old,
-        "new": proposal.new,
+        **dict(zip(("axis", "old", "new"), proposal.changes[0], strict=True) if len(proposal.changes) == 1 else ()),
+        "changes": [list(change) for change in proposal.changes],
         "proposer": proposal.prediction,
         "proposal": number,
         "commitment": seeds.commitment(salt, is_placebo),
@@ -158,7 +166,18 @@ def _judge(candidate: Candidate, history: History) -> Judged:
 def _start_again(history: History, secret: bytes, candidate: Candidate) -> Start:
     """Another run of a proposal: its second, or one in the place of a disturbed one."""
     role = "confirm" if candidate.losses else "screen"
-    kept = ("config", "config_hash", "parent_hash", "axis", "old", "new", "proposer", "proposal", "commitment")
+    kept = (
+        "config",
+        "config_hash",
+        "parent_hash",
+        "axis",
+        "old",
+        "new",
+        "changes",
+        "proposer",
+        "proposal",
+        "commitment",
+    )
     fresh = started_row(history, secret, role, candidate.first["config"])
     row: Row = {**fresh, **{key: candidate.first[key] for key in kept}, "replicate": len(candidate.rows)}
     is_placebo = proposer.is_placebo(secret, candidate.number, history.study.placebo_every)
@@ -186,6 +205,7 @@ def started_row(history: History, secret: bytes, role: str, config: Settings) ->
         "config": config,
         "config_hash": config_hash(config),
         **dict.fromkeys(("parent_hash", "axis", "old", "new", "proposer", "proposal", "commitment")),
+        "changes": [],
         **dict.fromkeys(("pair", "arm", "order")),
         # A run's number is never given twice, so neither is a seed.
         "seed_init": seeds.number(secret, run_id, "init"),
@@ -243,9 +263,10 @@ def _has_drifted(anchor: Anchor, noise: Noise) -> bool:
 def _is_plateau(history: History, noise: Noise) -> bool:
     newest = list(history.candidates.values())[-_PLATEAU_PROPOSALS:]
     gains = [candidate.first["proposer"]["ei"] for candidate in newest]
-    return len(gains) == _PLATEAU_PROPOSALS and all(
-        gain is not None and gain < _PLATEAU_SIGMAS * noise.s for gain in gains
-    )
+    if any(gain is None for gain in gains):
+        judged = [row for row in history.decisions if row["proposal"] is not None][-_BARREN_PROPOSALS:]
+        return len(judged) == _BARREN_PROPOSALS and not any(row["moves_anchor"] for row in judged)
+    return len(gains) == _PLATEAU_PROPOSALS and all(gain < _PLATEAU_SIGMAS * noise.s for gain in gains)
 
 
 # --- decisions as rows ---

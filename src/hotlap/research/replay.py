@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotlap.research import acceptance, board, claim, plan
+from hotlap.research import acceptance, board, claim, plan, space
 from hotlap.research.acceptance import Rule
 from hotlap.research.history import OK, History, Row, StudyFolder, loss_of
 
@@ -18,7 +18,7 @@ def disagreements(rows: Sequence[Row], secret: bytes) -> list[str]:
             action = (
                 claim.next_in_verification(history, secret)
                 if is_claim
-                else plan.next_in_search(history, secret, "", None)
+                else plan.next_in_search(history, secret, "", None, lambda *_: None)
             )
             written = {key: value for key, value in row.items() if key != "at"}
             if not isinstance(action, plan.Decide):
@@ -62,8 +62,7 @@ def under(rule: Rule, history: History) -> list[Judgment]:
         is_placebo = candidate.decision["placebo"]
         if kept:
             incumbent = [candidate.losses[0] if rule.confirm is None else candidate.losses[-1]]
-        first = candidate.first
-        change = f"{first['axis']} {first['old']} → {first['new']}"
+        change = space.in_words(candidate.first["changes"])
         was_kept = candidate.decision["moves_anchor"]
         found.append(Judgment(candidate.number, change, is_placebo, candidate.losses[0], kept, was_kept))
     return found

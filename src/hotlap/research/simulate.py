@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from hotlap.errors import TrainingFailed
-from hotlap.research import acceptance, plan
+from hotlap.research import acceptance, plan, proposer
 from hotlap.research.acceptance import Rule
 from hotlap.research.executor import NUMBERS
 from hotlap.research.history import SCHEMA, History, Row
+from hotlap.research.plan import Propose
 from hotlap.research.space import Axis, Settings, Space, StudyConfig, space_json
 
 _DRIFT_MEMORY = 0.9
@@ -97,7 +98,7 @@ def forecast(
         proven = verification(gain, 0.0, repeats, source)
         row = {"gain_sigmas": gain, "gain_nats": None if noise is None else gain * noise}
         table.append(row | {"kept": moved.share, "runs_each": moved.runs, "proven": proven.share})
-    trial_s = _seconds_of_a_trial(study, history)
+    trial_s = seconds_of_a_trial(study, history)
     num_runs = study.num_baseline_runs + math.ceil(num_trials * table[0]["runs_each"] * (1 + 1 / study.sentinel_every))
     session_s, proof_s = num_runs * trial_s / study.workers, 2 * acceptance.NUM_PAIRS * trial_s
     usd = usd_per_hour / 3600
@@ -120,7 +121,7 @@ def forecast(
     }
 
 
-def _seconds_of_a_trial(study: StudyConfig, history: History | None) -> float:
+def seconds_of_a_trial(study: StudyConfig, history: History | None) -> float:
     seen = [] if history is None else [run.row["total_s"] for run in history.runs if run.row["total_s"] is not None]
     return fmean(seen) if seen else study.budget_s + _SETUP_S
 
@@ -244,7 +245,9 @@ def draw_bowl(source: np.random.Generator, height: float = 10.0) -> Bowl:
     return Bowl(tuple(optimum), tuple(start), tuple(curvature), height)
 
 
-def search_regrets(study: StudyConfig, bowl: Bowl, checkpoints: Sequence[int], seed: int) -> list[float]:
+def search_regrets(
+    study: StudyConfig, bowl: Bowl, checkpoints: Sequence[int], seed: int, propose: Propose = proposer.propose
+) -> list[float]:
     """True loss of the anchor above the optimum, in units of the noise, after so many runs."""
     regrets: list[float] = []
 
@@ -253,7 +256,7 @@ def search_regrets(study: StudyConfig, bowl: Bowl, checkpoints: Sequence[int], s
             regrets.append(bowl(history.anchor.config) or 0.0)
         return len(regrets) == len(checkpoints)
 
-    history = _search(study, bowl, seed, look)
+    history = _search(study, bowl, seed, look, propose=propose)
     last = bowl(history.anchor.config) or 0.0
     return regrets + [last] * (len(checkpoints) - len(regrets))
 
@@ -271,6 +274,7 @@ def _search(
     seed: int,
     is_over: Callable[[History], bool],
     keep: Callable[[Row], None] = lambda _row: None,
+    propose: Propose = proposer.propose,
 ) -> History:
     """Until it is over, between two proposals, or nothing more is proposed."""
     secret, source = str(seed).encode(), np.random.default_rng(seed)
@@ -282,7 +286,9 @@ def _search(
 
     append(_campaign_row(study, bowl))
     while history.in_progress or not is_over(history):
-        action = plan.next_in_search(history, secret, "2000-01-01", sys.maxsize)  # also where little is expected
+        action = plan.next_in_search(
+            history, secret, "2000-01-01", sys.maxsize, propose
+        )  # also where little is expected
         if isinstance(action, plan.Decide):
             append({**action.row, "at": "2000-01-01"})
         elif isinstance(action, plan.Start):
@@ -323,5 +329,6 @@ def _ended(started: Row, height: float | None, source: np.random.Generator) -> R
         "val_search_nats_per_byte": loss,
         "cell": {},
         "flags": [],
+        "cost_usd": None,
         "ended_at": "2000-01-01",
     }

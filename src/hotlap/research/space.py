@@ -6,12 +6,12 @@ tables `[range.AXIS]` that narrow an axis. None of them can hold a seed: seeds a
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from hotlap import durable
 from hotlap.config_base import Config
@@ -20,6 +20,9 @@ from hotlap.errors import ConfigError
 Value = bool | int | float | str | None
 Settings = dict[str, Value]
 """One configuration: a value for every axis of the trial, searched or not."""
+
+Change = tuple[str, Value, Value]
+"""An axis, what it was, and what it is."""
 
 _DIGITS = 3
 _APART = 0.25
@@ -67,6 +70,13 @@ class Axis(Config):
         if self.is_whole:
             return int(min(self.high, max(self.low, round(raw))))
         return min(self.high, max(self.low, float(f"{raw:.{_DIGITS}g}")))
+
+    def canonical(self, value: Value) -> Value:
+        """A value without a complaint, as this axis writes it: 16 for 16.0 where whole numbers are meant."""
+        if self.choices is not None:
+            return self.choices[self.choices.index(value)]
+        assert isinstance(value, int | float), self
+        return int(value) if self.is_whole else float(value)
 
     def near(self, value: Value, reach: float, num_points: int) -> list[Value]:
         """Other values not farther than `reach`: evenly spread, at most `num_points` on each side."""
@@ -122,6 +132,11 @@ def config_hash(config: Settings) -> str:
     return durable.sha256_bytes(durable.canonical_json(plain).encode())[:12]
 
 
+def in_words(changes: Iterable[Sequence[Value]]) -> str:
+    """Changes as people read them; nothing where there are none."""
+    return ", ".join(f"{axis} {old} → {new}" for axis, old, new in changes)
+
+
 def _as_float(value: Value) -> Value:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
@@ -164,13 +179,32 @@ class StudyConfig(Config):
     axes: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
     """Axes to search. Absent: all that the trial has."""
 
-    proposer: Literal["gp1", "random1", "sweep1"] = "gp1"
+    proposer: Literal["gp1", "random1", "sweep1", "tpe", "gp", "cma", "llm"] = "gp1"
+    """`tpe`, `gp` and `cma` are Optuna's; `llm` is `llm_command`."""
+
+    llm_command: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    """A program and its arguments, which reads JSON and answers an axis and a value (docs/research.md)."""
+
+    llm_timeout_s: float = Field(default=120.0, gt=0)
+    """Longest wait for an answer."""
 
     acceptance: Literal["two_run", "naive"] = "two_run"
     """`naive` keeps whatever scored lower once. It is there to show what that does."""
 
     baseline_runs: int | None = Field(default=None, ge=1)
     """Runs of the baseline before the search. Absent: 6 for short trials on a CPU, else 3, and 1 for `naive`."""
+
+    max_params: int | None = Field(default=None, ge=1)
+    """A configuration with more parameters is not proposed. The trial's program must tell sizes (docs/research.md)."""
+
+    max_mem_mb: float | None = Field(default=None, gt=0)
+    """The same for its expected memory."""
+
+    executor: Literal["local", "ray"] = "local"
+    """Where trials run: on this machine, or on the Ray cluster that RAY_ADDRESS names."""
+
+    usd_per_hour: float | None = Field(default=None, ge=0)
+    """What the machine costs: every run's row and the board then say what was spent."""
 
     trials_per_day: int | None = Field(default=None, ge=1)
     """Most child processes started in a day (UTC), baseline and repeats included."""
@@ -183,6 +217,12 @@ class StudyConfig(Config):
 
     on_disturbed: Literal["quarantine", "use"] = "quarantine"
     """What becomes of a run on a machine that was busy with something else: left out and repeated, or used."""
+
+    @model_validator(mode="after")
+    def _has_a_command_to_ask(self) -> "StudyConfig":
+        if (self.proposer == "llm") != (self.llm_command is not None):
+            raise ValueError('proposer = "llm" and llm_command need each other')
+        return self
 
     @property
     def num_baseline_runs(self) -> int:
@@ -225,7 +265,7 @@ def load_study(path: Path) -> StudyFile:
     try:
         return StudyFile.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_in_words(error)}.") from None
+        raise ConfigError(f"{path}: {_complaints(error)}.") from None
 
 
 def _anchor_paths(study: dict[str, Any], folder: Path) -> None:
@@ -234,6 +274,11 @@ def _anchor_paths(study: dict[str, Any], folder: Path) -> None:
         value = study.get(key)
         if isinstance(value, str) and (folder / value).exists():
             study[key] = str(folder / value)
+    if isinstance(study.get("llm_command"), list):
+        study["llm_command"] = [
+            str(folder / word) if isinstance(word, str) and (folder / word).is_file() else word
+            for word in study["llm_command"]
+        ]
 
 
 def require_no_seed(tree: Mapping[str, Any], source: str) -> None:
@@ -279,7 +324,7 @@ def _axis(name: str, entry: Mapping[str, Any], file: StudyFile) -> Axis:
     try:
         axis = Axis.model_validate({"name": name, **entry, **narrowed})
     except ValidationError as error:
-        raise ConfigError(f"Axis {name} of {file.study.program}: {_in_words(error)}.") from None
+        raise ConfigError(f"Axis {name} of {file.study.program}: {_complaints(error)}.") from None
     has_range = axis.low is not None and axis.high is not None and axis.low < axis.high
     if axis.choices is None and (not has_range or (axis.kind == "log" and (axis.low or 0.0) <= 0.0)):
         raise ConfigError(f"Axis {name} of {file.study.program} has no range: {axis.low} to {axis.high}.")
@@ -296,7 +341,7 @@ def space_from_json(value: Mapping[str, Any]) -> Space:
     return Space(tuple(Axis.model_validate(axis) for axis in axes), dict(value["start"]))
 
 
-def _in_words(error: ValidationError) -> str:
+def _complaints(error: ValidationError) -> str:
     return "; ".join(
         f"{'.'.join(str(part) for part in item['loc'])}: "
         + ("no such setting" if item["type"] == "extra_forbidden" else f"{item['msg']} (got {item['input']!r})")

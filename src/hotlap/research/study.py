@@ -8,28 +8,36 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import hotlap
 from hotlap import child, clock, durable
-from hotlap.errors import INTERRUPTED, CorruptFile, HotlapError, RunChanged, UsageError
-from hotlap.research import acceptance, board, space
+from hotlap.errors import INTERRUPTED, ConfigError, CorruptFile, HotlapError, RunChanged, UsageError
+from hotlap.research import acceptance, board, plan, proposer, space
+from hotlap.research.asking import Asker
 from hotlap.research.executor import (
     NUMBERS,
     Ending,
     Executor,
     LocalExecutor,
+    OnProgress,
     Trial,
     ask_axes,
     code_hash_of,
+    commit_of,
     disturbances,
 )
 from hotlap.research.history import OK, SCHEMA, History, Journal, Row, StudyFolder, only_writer
 from hotlap.research.plan import Action, Decide, Finish, Start, Wait
+from hotlap.research.sizes import Caps
 from hotlap.research.space import StudyFile
 
-FREE_SETTINGS = ("trials_per_day", "setup_s", "proposer", "sentinel_every")
+FREE_SETTINGS = (
+    *("trials_per_day", "setup_s", "proposer", "llm_command", "llm_timeout_s", "sentinel_every", "max_params"),
+    *("max_mem_mb", "usd_per_hour"),
+)
 """What may change in a study's file after its first run: nothing that the results depend on."""
 
 _MACHINE = ("cpu", "cores", "threads", "gpu", "torch")
@@ -52,30 +60,68 @@ class Study:
     """A study that this process may write, with what runs its trials."""
 
     def __init__(
-        self, folder: StudyFolder, journal: Journal, secret: bytes, executor: Executor, listener: Listener
+        self,
+        folder: StudyFolder,
+        journal: Journal,
+        secret: bytes,
+        executor: Executor,
+        make_propose: Callable[[], plan.Propose],
+        listener: Listener,
     ) -> None:
         self._folder, self._journal, self._secret = folder, journal, secret
-        self._executor, self._listener = executor, listener
+        self._executor, self._make_propose, self._listener = executor, make_propose, listener
 
     @property
     def history(self) -> History:
         return self._journal.history
 
-    def run(self, plan: Plan) -> str:
+    def search(self, num_trials: int | None, until: clock.Deadline | None = None) -> str:
+        """Try so many changes, or, given none, go on until nothing better is expected. The same number again goes on
+        with what was not finished. Raises as `run` does."""
+        goal, propose = self._goal_of(num_trials), self._make_propose()
+        return self.run(lambda history, secret: plan.next_in_search(history, secret, _now()[:10], goal, propose), until)
+
+    def _goal_of(self, num_trials: int | None) -> int | None:
+        """How many proposals are judged in the end."""
+        if num_trials is None:
+            return None
+        history = self.history
+        if (
+            history.goal is None
+            or history.goal["num_trials"] != num_trials
+            or history.goal["num_judged"] <= history.num_judged
+        ):
+            wanted = {"num_trials": num_trials, "num_judged": history.num_judged + num_trials}
+            self._journal.append({"schema": SCHEMA, "kind": "goal", "at": _now(), **wanted})
+        assert history.goal is not None
+        return int(history.goal["num_judged"])
+
+    def run(self, next_action: Plan, until: clock.Deadline | None = None) -> str:
         """Act until the plan is finished. Returns the reason; after a stop signal `stopped`, or `interrupted` after
-        a second Ctrl-C.
+        a second Ctrl-C; `time` where another trial could outlast `until`.
 
         Raises:
+            UsageError: not even one trial fits before `until`.
             HotlapError: what the plan says stands in the way, or a run that does not belong to this study.
         """
+        if until is not None and not until.allows(self.history.study.deadline_s):
+            raise UsageError(
+                f"One trial may take {self.history.study.deadline_s:.0f} s, and {until.remaining_s():.0f} s are left. "
+                f"Give more --minutes, or lower study.budget_s or study.setup_s."
+            )
         stop: str | None = None
         while True:
-            action = Wait() if stop and self.history.open else plan(self.history, self._secret)
-            if stop and not isinstance(action, Decide | Wait):
+            is_full = len(self.history.open) >= self.history.study.workers
+            # Not asked where nothing could be started: a proposal may cost something.
+            must_wait = self.history.open and (stop is not None or is_full)
+            action = Wait() if must_wait else next_action(self.history, self._secret)
+            if stop and (isinstance(action, Start) or (stop != "time" and isinstance(action, Finish))):
                 return stop
             if isinstance(action, Decide):
                 self._append({**action.row, "at": _now()})
-            elif isinstance(action, Start) and len(self.history.open) < self.history.study.workers:
+            elif isinstance(action, Start) and until is not None and not until.allows(self._longest_s(action)):
+                stop = "time"
+            elif isinstance(action, Start):
                 self._start(action)
             elif self.history.open:
                 ending = self._executor.next_ended()
@@ -87,9 +133,14 @@ class Study:
                     raise action.error
                 return action.reason
 
+    def _longest_s(self, action: Start) -> float:
+        """What a start may take: a pair's first arm is not begun without room for the second."""
+        num_trials = 2 if action.row["pair"] and action.row["order"] == 0 else 1
+        return num_trials * self.history.study.deadline_s
+
     def _start(self, action: Start) -> None:
         study = self.history.study
-        row = {**action.row, "started_at": _now()}
+        row: Row = {**action.row, "started_at": _now()}
         self._append(row)
         order: dict[str, Any] = {
             "config": action.config,
@@ -102,7 +153,8 @@ class Study:
             "splits": row["splits"],
         }
         folder = self._folder.trial(row["run_id"]).absolute()
-        self._executor.submit(Trial(row["run_id"], study.program, order, study.deadline_s, folder))
+        pair = f"{row['pair']['candidate_hash']}/{row['pair']['number']}" if row["pair"] else None
+        self._executor.submit(Trial(row["run_id"], study.program, order, study.deadline_s, folder, pair))
 
     def _record(self, ending: Ending) -> None:
         row = run_row(self.history, self.history.open[ending.run_id], ending.fields, _now())
@@ -130,8 +182,10 @@ def run_row(history: History, started: Row, fields: Row, now: str) -> Row:
         "ended_at": now,
         "code_hash": code_hash_of(study.program),
         "harness_version": hotlap.__version__,
-        "executor": "local",
-        "cost_usd": None,
+        **commit_of(study.program),
+        "executor": study.executor,
+        "price_usd_h": study.usd_per_hour,
+        "cost_usd": _cost_usd(study, fields["total_s"]),
         "artifacts": f"trials/{started['run_id']}",
     }
     row |= {"cell": cell_of(history, row)}
@@ -144,6 +198,13 @@ def run_row(history: History, started: Row, fields: Row, now: str) -> Row:
     if flags and study.on_disturbed == "quarantine":
         return {**row, "status": "invalid_machine", "error_class": "Disturbed", "error_tail": ", ".join(flags)}
     return row
+
+
+def _cost_usd(study: space.StudyConfig, total_s: float | None) -> float | None:
+    """A run's share of the machine, which several workers have at a time."""
+    if study.usd_per_hour is None or total_s is None:
+        return None
+    return study.usd_per_hour * total_s / 3600 / study.workers
 
 
 def cell_of(history: History, row: Row) -> Row:
@@ -194,11 +255,35 @@ def opened(
             _require_unchanged(file, journal)
         _bury(journal)
         board.write(folder, journal.history)
-        executor = LocalExecutor(journal.history.study.workers, stops, listener.on_progress)
+        study = journal.history.study
+        caps = Caps(study)
+        caps.require_start(journal.history.space.start)
+        executor = executor_of(study, stops, listener.on_progress)
         try:
-            yield Study(folder, journal, secret, executor, listener)
+            yield Study(folder, journal, secret, executor, lambda: proposing(study, stops, caps.fits), listener)
         finally:
             executor.close()
+
+
+def proposing(study: space.StudyConfig, stops: child.Stops, fits: proposer.Fits) -> plan.Propose:
+    """What makes a study's proposals: a function of its history, or a command that is asked."""
+    if study.proposer not in proposer.PROPOSERS:
+        return Asker(study, stops, fits).propose
+    return lambda history, noise, source: proposer.propose(history, noise, source, fits)
+
+
+def executor_of(study: space.StudyConfig, stops: child.Stops, on_progress: OnProgress) -> Executor:
+    """
+    Raises:
+        ConfigError: it is not installed, or this machine has too few cores.
+    """
+    if study.executor == "local":
+        return LocalExecutor(study.workers, stops, on_progress)
+    if find_spec("ray") is None:
+        raise ConfigError('study.executor = "ray" needs Ray: pip install "hotlap[ray]".')
+    from hotlap.research.ray_executor import RayExecutor
+
+    return RayExecutor(stops)
 
 
 def _secret(folder: StudyFolder, history: History, draw: Callable[[int], bytes]) -> bytes:

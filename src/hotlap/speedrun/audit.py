@@ -1,7 +1,8 @@
 """The audit of produced weights: read by us, byte by byte, before any library loads them.
 
-An adapter is `adapter_config.json` and `adapter_model.safetensors`, and nothing else. Its header is parsed here, its
-tensors are held against the base model's shapes, and its configuration may only say what a LoRA on this base needs.
+An adapter is `adapter_config.json` and `adapter_model.safetensors`, and nothing else but the `README.md` that PEFT
+writes beside them and nobody reads. Its header is parsed here, its tensors are held against the base model's shapes,
+and its configuration may only say what a LoRA on this base needs, DoRA included where the track takes it.
 """
 
 import json
@@ -22,10 +23,18 @@ MAX_CONFIG_BYTES = 1 << 16
 _MAX_HEADER_BYTES = 1 << 22
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _NAME_START = "base_model.model."
+_UNREAD = "README.md"
+MAGNITUDE = ".lora_magnitude_vector"
+"""How the name of a DoRA magnitude ends."""
+
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 # What a configuration may hold besides names and numbers of a plain LoRA must be off.
 _FREE = {"base_model_name_or_path", "inference_mode", "peft_version", "revision", "lora_dropout"}
-_KNOWN = {"peft_type", "task_type", "r", "lora_alpha", "target_modules", "bias", "use_rslora", "fan_in_fan_out"}
+_KNOWN = {
+    *("peft_type", "task_type", "r", "lora_alpha", "target_modules", "bias"),
+    *("use_rslora", "use_dora", "fan_in_fan_out"),
+}
 
 
 @dataclass(frozen=True)
@@ -46,17 +55,17 @@ def audit(folder: Path, output: Sequence[dict[str, Any]], base_model: Path, limi
     complaints = [
         f"{entry['name']!a} ({entry['kind']}) has no place in an adapter"
         for entry in output
-        if entry["name"] not in (CONFIG, WEIGHTS) or entry["kind"] != "file"
+        if entry["name"] not in (CONFIG, WEIGHTS, _UNREAD) or entry["kind"] != "file"
     ]
     missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if missing:
         return Audit((*complaints, *(f"{name} is missing, no plain file, or too large" for name in missing)), 0, {})
     hashes = {name: durable.sha256_file(folder / name) for name in (CONFIG, WEIGHTS)}
     try:
-        rank = _check_config(folder / CONFIG, limits)
+        rank, has_magnitudes = _check_config(folder / CONFIG, limits)
         tensors = _read_header(folder / WEIGHTS)
         _check_values(folder / WEIGHTS, tensors)
-        _check_shapes(tensors, rank, linear_shapes(base_model))
+        _check_shapes(tensors, rank, has_magnitudes, linear_shapes(base_model))
         num_params = sum(tensor.num_values for tensor in tensors)
         if num_params > limits.adapter_params:
             complaints.append(f"{num_params:,} parameters, and {limits.adapter_params:,} are allowed")
@@ -82,13 +91,19 @@ class _Tensor:
         return math.prod(self.shape)
 
 
-def _check_config(path: Path, limits: Limits) -> int:
-    """The adapter's rank."""
+def _check_config(path: Path, limits: Limits) -> tuple[int, bool]:
+    """The adapter's rank, and whether it is one of DoRA."""
     config = _json(path.read_bytes(), CONFIG)
     if config.get("peft_type") != "LORA":
         raise _Complaint(f"{CONFIG}: peft_type is {config.get('peft_type')!r}, not 'LORA'")
     if config.get("task_type") not in (None, "CAUSAL_LM") or config.get("bias", "none") != "none":
         raise _Complaint(f"{CONFIG}: only a causal model's LoRA without bias is read")
+    if str(config.get("init_lora_weights", "")).lower().startswith(_CHANGES_BASE):
+        raise _Complaint(
+            f"{CONFIG}: init_lora_weights = {str(config['init_lora_weights'])[:60]!a} changes the base's weights when "
+            f"the adapter is loaded. Save it as a plain LoRA of twice the rank: PEFT's save_pretrained does that when "
+            f"it is given path_initial_model_for_weight_conversion, and hotlap's trainer by itself"
+        )
     for key, value in config.items():
         is_off = value in (None, False) or value == [] or value == {}
         if key not in _FREE | _KNOWN and not is_off and not _is_harmless(key, value):
@@ -98,18 +113,20 @@ def _check_config(path: Path, limits: Limits) -> int:
         raise _Complaint(f"{CONFIG}: lora_alpha is no number")
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
         raise _Complaint(f"{CONFIG}: target_modules is no list of names")
-    if any(not isinstance(config.get(key, False), bool) for key in ("use_rslora", "fan_in_fan_out")):
-        raise _Complaint(f"{CONFIG}: use_rslora and fan_in_fan_out are true or false")
+    if any(not isinstance(config.get(key, False), bool) for key in ("use_rslora", "use_dora", "fan_in_fan_out")):
+        raise _Complaint(f"{CONFIG}: use_rslora, use_dora and fan_in_fan_out are true or false")
+    has_magnitudes = config.get("use_dora", False)
+    if has_magnitudes and not limits.dora:
+        raise _Complaint(f"{CONFIG}: this track takes no DoRA")
     rank = config.get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= limits.max_lora_rank:
         raise _Complaint(f"{CONFIG}: r is {str(rank)[:60]!a}, and 1 to {limits.max_lora_rank} is allowed")
-    return rank
+    return rank, has_magnitudes
 
 
 def _is_harmless(key: str, value: Any) -> bool:
     # Defaults that PEFT writes for methods which these settings leave switched off.
     defaults = {"qalora_group_size": 16, "megatron_core": "megatron.core"}
-    # Other ways of starting, such as PiSSA, change the base weights when the adapter is loaded.
     starts = (True, "gaussian")
     return (key in defaults and value == defaults[key]) or (key == "init_lora_weights" and value in starts)
 
@@ -202,17 +219,32 @@ def linear_shapes(base_model: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_shapes(tensors: Sequence[_Tensor], rank: int, linear: dict[str, tuple[int, ...]]) -> None:
-    """Each tensor is the A or the B of a module that the base model has, in its shape, and each A has its B."""
-    halves: dict[str, set[str]] = {}
+def _check_shapes(
+    tensors: Sequence[_Tensor], rank: int, has_magnitudes: bool, linear: dict[str, tuple[int, ...]]
+) -> None:
+    """Each tensor is a part of the update of a module that the base model has, in its shape, and each update is whole:
+    its A and its B, and with DoRA the magnitudes of the module's rows."""
+    parts: dict[str, set[str]] = {}
     for tensor in tensors:
-        module, _, half = tensor.name.removeprefix(_NAME_START).removesuffix(".weight").rpartition(".lora_")
-        if tensor.name != f"{_NAME_START}{module}.lora_{half}.weight" or half not in ("A", "B") or module not in linear:
+        module, part = _part_of(tensor.name)
+        if module not in linear:
             raise _Complaint(f"{WEIGHTS}: {tensor.name!a} is no LoRA weight of a module of the base model")
         out_width, in_width = linear[module]
-        expected = (rank, in_width) if half == "A" else (out_width, rank)
+        expected = {"A": (rank, in_width), "B": (out_width, rank), "magnitude": (out_width,)}[part]
         if tensor.shape != expected:
             raise _Complaint(f"{WEIGHTS}: {tensor.name!a} has shape {list(tensor.shape)}, not {list(expected)}")
-        halves.setdefault(module, set()).add(half)
-    if lonely := sorted(module for module, found in halves.items() if len(found) != 2):
-        raise _Complaint(f"{WEIGHTS}: {lonely[0]!a} has only one half of its update")
+        parts.setdefault(module, set()).add(part)
+    whole = {"A", "B", "magnitude"} if has_magnitudes else {"A", "B"}
+    for module, found in sorted(parts.items()):
+        if lacking := whole - found:
+            raise _Complaint(f"{WEIGHTS}: {module!a} lacks {' and '.join(sorted(lacking))} of its update")
+        if found != whole:
+            raise _Complaint(f"{WEIGHTS}: {module!a} has magnitudes, and {CONFIG} says nothing of use_dora")
+
+
+def _part_of(name: str) -> tuple[str, str]:
+    """A module's name and which part of its update a tensor is; two empty texts when it is none."""
+    for end, part in ((".lora_A.weight", "A"), (".lora_B.weight", "B"), (MAGNITUDE, "magnitude")):
+        if name.startswith(_NAME_START) and name.endswith(end):
+            return name.removeprefix(_NAME_START).removesuffix(end), part
+    return "", ""

@@ -17,6 +17,7 @@ from hotlap import artifacts, clock, durable
 from hotlap.child import Event, run_child
 from hotlap.config import hotlap_home
 from hotlap.errors import ChildCrashed, PinMismatch, Refused
+from hotlap.speedrun.stopping import require_not_stopped
 from hotlap.speedrun.track import FileData, GeneratedData, Row, Spec, Track, content_sha256, require_base_model
 
 _PROGRAM_S = 300.0
@@ -104,8 +105,14 @@ def _generated(program: Path, split: str, seed: str, num_rows: int) -> list[Row]
 def _run(program: Path, arguments: list[str], on_event: Callable[[Event], None]) -> None:
     deadline = clock.Deadline(clock.monotonic_s() + _PROGRAM_S)
     end = run_child([sys.executable, "-I", "-S", str(program), *arguments], deadline, on_event=on_event, env={})
+    require_not_stopped(end)
     if end.exit_code != 0:
         raise ChildCrashed(f"{program} ended with code {end.exit_code}: {end.last_words[-500:]}")
+
+
+def as_lines(rows: list[Row]) -> bytes:
+    """Rows as JSON lines, the same bytes for the same rows."""
+    return "".join(durable.canonical_json(dict(row)) + "\n" for row in rows).encode()
 
 
 def _read_jsonl(path: Path) -> list[Row]:
@@ -119,7 +126,7 @@ def lay_out(track: Track, model: Path, rows: list[Row], submission: Path, folder
     revision = durable.sha256_bytes(durable.canonical_json(track.pins.model_file_sha256).encode())[:40]
     cache = f"hub/models--{spec.base_model.name.replace('/', '--')}"
     files = {
-        f"repo/harness/pins{suffix}.json": durable.canonical_json(_public_pins(track, revision)).encode(),
+        f"repo/harness/pins{suffix}.json": durable.canonical_json(_public_pins(track, revision, len(rows))).encode(),
         f"repo/spec{suffix}.yaml": yaml.safe_dump(_public_spec(spec)).encode(),
         f"cache/hf/{cache}/refs/main": revision.encode(),
     }
@@ -151,7 +158,7 @@ def contest_environment(spec: Spec) -> dict[str, str]:
     }
 
 
-def _public_pins(track: Track, revision: str) -> dict[str, Any]:
+def _public_pins(track: Track, revision: str, num_train: int) -> dict[str, Any]:
     return {
         "track_id": track.spec.id,
         "hash_scheme": "rows-v2",
@@ -159,20 +166,27 @@ def _public_pins(track: Track, revision: str) -> dict[str, Any]:
         "base_model_sha": revision,
         "model_file_sha256": track.pins.model_file_sha256,
         "dataset": track.spec.data_prefix,
+        "train_examples": num_train,
         "train_content_sha256": track.pins.train_content_sha256,
     }
 
 
 def _public_spec(spec: Spec) -> dict[str, Any]:
-    """The rules, without how test rows are made."""
+    """The rules under the public contest's names, without how test rows are made."""
+    metric = spec.metric.model_dump(mode="json")
     return {
-        "track": spec.id,
         "version": spec.version,
+        "track_id": spec.id,
+        "track": spec.title,
         "base_model": spec.base_model.name,
-        "data_prefix": spec.data_prefix,
-        "eval": spec.metric.model_dump(mode="json"),
-        "limits": spec.limits.model_dump(mode="json"),
-        "hardware": spec.hardware.model_dump(mode="json"),
+        "dataset": {"local_prefix": spec.data_prefix},
+        "target_accuracy" if spec.metric.type == "exact" else "target_loss": metric["target"],
+        "constraints": {
+            "max_trainable_params": spec.limits.adapter_params,
+            "max_train_wallclock_minutes": spec.limits.time_limit_s / 60,
+            "gpu": spec.hardware.gpu,
+        },
+        "eval": {**metric, "prompt_format": spec.metric.prompt, "decoding": "greedy"},
     }
 
 
@@ -196,5 +210,4 @@ def write_dataset(folder: Path, rows: list[Row]) -> None:
     durable.write_synced(folder / "state.json", json.dumps(state).encode())
     # Without `features`, the types are those of the Arrow schema.
     durable.write_synced(folder / "dataset_info.json", b"{}")
-    lines = "".join(durable.canonical_json(dict(row)) + "\n" for row in rows)
-    durable.write_synced(folder / "train.jsonl", lines.encode())
+    durable.write_synced(folder / "train.jsonl", as_lines(rows))

@@ -57,7 +57,7 @@ protections = ["filesystem", "network", "processes", "privileges", "limits"]
 
 
 def freeze(folder: Path, say: Say) -> Track:
-    """Pin a track's rules, files, base model and training rows as they are now, once.
+    """Pin a track's rules, files, base model and training rows as they are now: once, but for a provisional one.
 
     Raises:
         UsageError: it is frozen already.
@@ -78,7 +78,8 @@ def _files(spec: Spec) -> list[str]:
         case _:
             names = []
     kind, _, program = spec.base_model.reference.partition(":")
-    return [*names, program] if kind == "make" else names
+    names += [program] if kind == "make" else []
+    return names if spec.environment is None else [*names, spec.environment]
 
 
 def make(

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hotlap import durable
+from hotlap.speedrun import claims
 from hotlap.speedrun.compare import Decision, RunFacts, decide, interval
 from hotlap.speedrun.submission import Submission
 from hotlap.speedrun.track import GeneratedData, LossMetric, Track
@@ -27,6 +28,7 @@ def build(
         "format": 1,
         "track": track.spec.id,
         "version": track.spec.version,
+        "is_provisional": track.is_provisional,
         "track_sha256": track.sha256,
         "rules": {
             "target": track.spec.metric.target,
@@ -47,7 +49,9 @@ def build(
         "machine": machine,
         "runs": list(results),
     }
-    return {**report, "decision": asdict(decide_again(report)), "summary": _summary(results)}
+    summary = _summary(results, machine["usd_micros_per_hour"])
+    differing = claims.disagreements(claims.of_folder(entry.folder, entry.config), summary)
+    return {**report, "decision": asdict(decide_again(report)), "summary": summary, "differing_claims": differing}
 
 
 def decide_again(report: Report) -> Decision:
@@ -67,14 +71,17 @@ def decide_again(report: Report) -> Decision:
     return decide(runs, rules["target"], rules["higher_is_better"], rules["looks"], rules["alpha"])
 
 
-def _summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _summary(results: Sequence[dict[str, Any]], usd_micros_per_hour: int) -> dict[str, Any]:
     times = [run["wall_s"] for run in results]
     scores = [run["score"] for run in results if run["score"] is not None]
+    tokens = [run["num_tokens"] for run in results if run["num_tokens"] is not None]
     return {
         "time_seconds_mean": statistics.fmean(times),
         "time_seconds_interval": list(interval(times)) if len(times) > 1 else None,
         "score_mean": statistics.fmean(scores) if scores else None,
         "score_stdev": statistics.stdev(scores) if len(scores) > 1 else None,
+        "num_tokens_mean": statistics.fmean(tokens) if tokens else None,
+        "usd_micros_mean": round(statistics.fmean(times) * usd_micros_per_hour / 3600),
     }
 
 
@@ -84,16 +91,27 @@ def escaped(text: object) -> str:
     return plain.translate(_MARKUP)
 
 
+def cost_of(usd_micros: int | None, num_tokens: float | None) -> str:
+    """In words. Where no price is set, and of programs that are not ours, it is not known."""
+    parts = [f"${usd_micros / 1e6:.4f}"] if usd_micros else []
+    return ", ".join(parts + ([f"{num_tokens:,.0f} tokens"] if num_tokens else [])) or "-"
+
+
 def to_markdown(report: Report) -> str:
     entry, decision, summary = report["submission"], report["decision"], report["summary"]
+    environment = report["machine"]["environment"]
+    lock = environment["lock_sha256"]
     lines = [
         f"# {escaped(entry['name'])} on track {report['track']}, version {report['version']}: {decision['verdict']}",
         "",
         *(f"- {escaped(reason)}" for reason in decision["reasons"]),
+        *(f"- {escaped(claim)}" for claim in report["differing_claims"]),
+        *(["- These rules are provisional: this is no record."] if report["is_provisional"] else []),
         f"- By {escaped(entry['author'])}: {escaped(entry['description'])}",
         f"- Code `{entry['code_sha256']}`, track `{report['track_sha256']}`, {report['date']}",
         f"- {escaped(report['machine']['processor'])}, {report['machine']['num_threads_here']} threads, "
         f"Python {report['machine']['python']}, torch {report['machine']['versions']['torch']}",
+        f"- Environment: {len(environment['packages'])} packages, {f'lock `{lock}`' if lock else 'that of hotlap'}",
         f"- Sandbox: {', '.join(report['runs'][0]['protections'])}",
         "",
         "| run | seed | time s | outside s | CPU s | score | parameters | left behind | complaints |",
@@ -108,4 +126,7 @@ def to_markdown(report: Report) -> str:
         )
     low_high = summary["time_seconds_interval"]
     spread = f", 95 % interval {low_high[0]:.2f} to {low_high[1]:.2f} s" if low_high else ""
-    return "\n".join([*lines, "", f"Mean time {summary['time_seconds_mean']:.2f} s{spread}.", ""])
+    cost = cost_of(summary["usd_micros_mean"], summary["num_tokens_mean"])
+    return "\n".join(
+        [*lines, "", f"Mean time {summary['time_seconds_mean']:.2f} s{spread}. Cost of a run: {cost}.", ""]
+    )

@@ -13,15 +13,15 @@ The protections are those of Linux namespaces, opened by `jail.py`. Where the ke
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hotlap
 from hotlap import clock, durable
-from hotlap.child import run_child
+from hotlap.child import Stops, run_child
 from hotlap.errors import ChildCrashed, Refused
+from hotlap.speedrun.stopping import require_not_stopped
 
 _JAIL = Path(__file__).with_name("jail.py")
 _SETUP_S = 60.0
@@ -68,6 +68,8 @@ class Program:
     """Files and folders, and where it sees them, read-only. A later one may lie in an earlier one's place."""
     collect: Mapping[str, int]
     """Names in the output folder that are copied out, with the most bytes each may have."""
+    libraries: tuple[Path, ...] = ()
+    """Folders it sees where they are: the environment that its Python belongs to."""
 
 
 def run(
@@ -75,26 +77,29 @@ def run(
     bounds: Bounds,
     work: Path,
     needs: Sequence[str],
-    on_log: Callable[[str], None] = lambda _line: None,
+    stops: Stops | None = None,
 ) -> Ran:
     """Run a program in a sandbox of its own. `work` is an existing empty folder; collected files come to `work/out`.
 
     Raises:
         Refused: this machine cannot give a protection in `needs`. The program did not run.
         ChildCrashed: the sandbox itself ended without a result; no fault of the program's.
+        Stopped: somebody asked to, now or before, as `stops` tells.
     """
     plan = _plan(program, bounds, work)
     path = work / "plan.json"
     durable.replace(path, durable.canonical_json(plan).encode())
     told: list[dict[str, Any]] = []
-    log = _Log(on_log)
+    log = _Log()
     end = run_child(
         [sys.executable, "-I", "-S", str(_JAIL), str(path)],
         clock.Deadline(clock.monotonic_s() + bounds.time_limit_s + _SETUP_S),
         on_event=told.append,
         on_talk=log.add,
         env={},
+        stops=stops,
     )
+    require_not_stopped(end)
     troubles = [event["why"] for event in told if event["event"] == "trouble"]
     given = next((tuple(event["protections"]) for event in told if event["event"] == "locked"), ())
     if lacking := [word for word in needs if word not in given]:
@@ -123,8 +128,7 @@ def _ran(told: dict[str, Any], outer_wall_s: float, protections: tuple[str, ...]
 
 
 class _Log:
-    def __init__(self, on_line: Callable[[str], None]) -> None:
-        self._on_line = on_line
+    def __init__(self) -> None:
         self._lines: list[str] = []
         self._num_bytes = 0
 
@@ -134,7 +138,6 @@ class _Log:
         self._num_bytes += len(line)
         while self._num_bytes > _MAX_LOG_BYTES:
             self._num_bytes -= len(self._lines.pop(0))
-        self._on_line(line)
 
     def text(self) -> str:
         return "\n".join(self._lines)
@@ -145,7 +148,7 @@ def _plan(program: Program, bounds: Bounds, work: Path) -> dict[str, Any]:
         durable.make_dirs(work / name)
     return {
         "root": str(work / "root"),
-        "binds": [[str(source), target] for source, target in (*_system(), *program.inputs)],
+        "binds": [[str(source), target] for source, target in (*_system(program.libraries), *program.inputs)],
         "writable": [OUTPUT, "/tmp", "/dev/shm"],
         "argv": list(program.argv),
         "cwd": program.cwd,
@@ -160,11 +163,11 @@ def _plan(program: Program, bounds: Bounds, work: Path) -> dict[str, Any]:
     }
 
 
-def _system() -> list[tuple[Path, str]]:
-    """The operating system's programs and libraries, this Python, and hotlap without the rest of its repository."""
+def _system(libraries: tuple[Path, ...]) -> list[tuple[Path, str]]:
+    """The operating system's programs and libraries, Python's own, and those of an environment."""
     names = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
     places = [Path(name) for name in names]
-    places += [Path(sys.base_prefix), Path(sys.prefix), Path(hotlap.__file__).parent]
+    places += [Path(sys.base_prefix), *libraries]
     found: list[tuple[Path, str]] = []
     for place in places:
         is_inside = any(place.is_relative_to(target) for _, target in found)
@@ -173,11 +176,11 @@ def _system() -> list[tuple[Path, str]]:
     return found
 
 
-def environment(threads: int) -> dict[str, str]:
-    """All the environment a locked-in program gets, but for what its contest adds."""
+def variables(threads: int, python: Path) -> dict[str, str]:
+    """All the variables a locked-in program gets, but for what its contest adds."""
     count = str(threads)
     return {
-        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "PATH": f"{python.parent}:/usr/bin:/bin",
         "HOME": "/tmp",
         "USER": "contestant",
         "LOGNAME": "contestant",

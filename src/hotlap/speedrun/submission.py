@@ -1,7 +1,7 @@
 """Submissions: a folder `submissions/NNN-author/` with `train.py`, `config.yaml` and `NOTES.md`, read but never run.
 
-The form is the public contest's. `check` gives every reason at once for which a folder cannot be verified; what only
-looks like a rule broken is a warning, for the person who reads the code.
+The form is the public contest's; `recipe.toml` may stand in place of `train.py`. `check` gives every reason at once for
+which a folder cannot be verified; what only looks like a rule broken is a warning, for the person who reads the code.
 """
 
 import ast
@@ -16,17 +16,21 @@ from typing import Any, Literal
 import yaml
 
 from hotlap import durable
-from hotlap.errors import UsageError
+from hotlap.errors import ConfigError, UsageError
+from hotlap.speedrun import recipe
+from hotlap.speedrun.environments import EXTRA
 from hotlap.speedrun.track import Track
 
 NAME = re.compile(r"(?:[a-z][a-z0-9]*-)?[0-9]{3}-[a-z0-9][a-z0-9-]{0,39}")
 """`000-baseline`, or as the public contest's second track has it, `t2-000-baseline`."""
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
-REQUIRED = ("train.py", "config.yaml", "NOTES.md")
+TRAIN = "train.py"
+REQUIRED = ("config.yaml", "NOTES.md")
 _TEXT = {".py", ".yaml", ".yml", ".md", ".txt", ".toml", ".json", ".cu", ".cpp", ".c", ".h"}
 _MAX_FILE_BYTES, _MAX_TOTAL_BYTES, _MAX_FILES = 262_144, 1_048_576, 50
 _MIN_NOTES = 100
+_MAX_EXTRAS = 20
 _FIELDS = ("author", "github", "description", "base_model", "technique")
 _LONG_LITERAL = 2_000
 _MAX_NUMBERS = 64
@@ -51,10 +55,22 @@ class Submission:
     config: dict[str, Any]
     code_sha256: str
     """Over names and bytes of all its files but the notes: the code state that is verified once."""
+    recipe: dict[str, Any] | None
+    """Settings of hotlap's trainer, in place of a program."""
 
     @property
     def name(self) -> str:
         return self.folder.name
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Packages to be installed beside the track's."""
+        return tuple(self.config.get("extra_pip_packages") or ())
+
+    @property
+    def claims(self) -> dict[str, Any]:
+        """What its author measured."""
+        return self.config.get("self_reported") or {}
 
 
 def load(folder: Path, track: Track) -> Submission:
@@ -65,7 +81,9 @@ def load(folder: Path, track: Track) -> Submission:
     refused = [finding for finding in check(folder, track) if finding.level == "refused"]
     if refused:
         raise UsageError(f"{folder} cannot be verified:\n" + "\n".join(f"  {finding}" for finding in refused))
-    return Submission(folder, yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")), code_sha256(folder))
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    has_recipe = (folder / recipe.RECIPE).is_file()
+    return Submission(folder, config, code_sha256(folder), recipe.read(folder / recipe.RECIPE) if has_recipe else None)
 
 
 def track_of(folder: Path) -> str:
@@ -101,6 +119,8 @@ def check(folder: Path, track: Track) -> list[Finding]:
         return found  # what is not a plain small text file is not opened
     found += [finding for path in _paths(folder) for finding in _check_text(path, folder)]
     found += _check_config(folder / "config.yaml", track)
+    if (folder / recipe.RECIPE).is_file():
+        found += _check_recipe(folder / recipe.RECIPE)
     if len((folder / "NOTES.md").read_text(encoding="utf-8", errors="replace").strip()) < _MIN_NOTES:
         found.append(Finding("refused", "NOTES.md", f"tell in {_MIN_NOTES} characters or more what makes it fast"))
     return found
@@ -137,7 +157,17 @@ def _check_files(folder: Path) -> list[Finding]:
         found.append(Finding("refused", folder.name, f"has {len(paths)} files and {total:,} bytes; {limits}"))
     names = {path.relative_to(folder).as_posix() for path in paths}
     found += [Finding("refused", name, "is missing") for name in REQUIRED if name not in names]
+    if len(names & {TRAIN, recipe.RECIPE}) != 1:
+        found.append(Finding("refused", TRAIN, f"there has to be one of {TRAIN} and {recipe.RECIPE}"))
     return found
+
+
+def _check_recipe(path: Path) -> list[Finding]:
+    try:
+        recipe.read(path)
+    except ConfigError as error:
+        return [Finding("refused", path.name, str(error))]
+    return []
 
 
 def _check_text(path: Path, folder: Path) -> list[Finding]:
@@ -246,97 +276,26 @@ def _check_config(path: Path, track: Track) -> list[Finding]:
         found.append(Finding("refused", path.name, f"is for track {shown}, not {track.spec.id}"))
     if "seed" in config:
         found.append(Finding("refused", path.name, "holds a seed; the verifier draws it"))
-    if config.get("extra_pip_packages"):
-        found.append(Finding("refused", path.name, "asks for extra packages, which this version does not install"))
-    return found
+    return [*found, *_check_extras(config, path.name), *_check_claims(config, path.name)]
 
 
-_CONFIG = """author: {author}
-github: {author}
-track: {track}
-base_model: {base_model}
-description: What it does, in one line.
-technique: Which ideas make it fast.
-"""
-
-_NOTES = """# {name}
-
-What makes it fast, what was tried and did not help, and what you measured: machine, seeds, times, scores. A reader
-should be able to judge each idea on its own. Claims here are held against what the verification measures.
-"""
-
-_TRAIN = '''"""Train a LoRA adapter: `python train.py --data-dir D --output-dir O --seed S`, in the contest's folder."""
-
-import argparse
-import json
-from pathlib import Path
+def _check_extras(config: dict[str, Any], place: str) -> list[Finding]:
+    extras = config.get("extra_pip_packages") or []
+    if not isinstance(extras, list) or len(extras) > _MAX_EXTRAS or not all(isinstance(each, str) for each in extras):
+        return [Finding("refused", place, f"extra_pip_packages is no list of at most {_MAX_EXTRAS} texts")]
+    wrong = [each for each in extras if not EXTRA.fullmatch(each)]
+    return [
+        Finding("refused", place, f"extra_pip_packages: {each[:60]!a} is not name==version, which is all that is taken")
+        for each in wrong
+    ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    given = parser.parse_args()
-
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.manual_seed(given.seed)
-    lines = (given.data_dir / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    tokenizer = AutoTokenizer.from_pretrained("{base_model}")
-    base = AutoModelForCausalLM.from_pretrained("{base_model}", dtype=torch.float32)
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(base, lora)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
-    order = torch.randperm(len(rows)).tolist()
-    for start in range(0, len(order), 16):
-        batch = [rows[index] for index in order[start : start + 16]]
-        prompts = [tokenizer({prompt!r}.format_map(row))["input_ids"] for row in batch]
-        answers = [tokenizer(" " + row["answer"], add_special_tokens=False)["input_ids"] for row in batch]
-        answers = [answer + [tokenizer.eos_token_id] for answer in answers]
-        width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers))
-        tokens = torch.zeros(len(batch), width, dtype=torch.long)
-        labels = torch.full((len(batch), width), -100)
-        for line, (prompt, answer) in enumerate(zip(prompts, answers)):
-            tokens[line, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-            labels[line, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
-        loss = model(input_ids=tokens, labels=labels).loss  # padding stands last, where a causal model does not look
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(given.output_dir)
-    (given.output_dir / "README.md").unlink(missing_ok=True)  # an adapter is two files
-
-
-if __name__ == "__main__":
-    main()
-'''
-
-
-def new(contest: Path, name: str, author: str, track: Track) -> Path:
-    """A submission to start from, which trains.
-
-    Raises:
-        UsageError: the name is not a submission's, or is taken.
-    """
-    folder = contest / "submissions" / name
-    if not NAME.fullmatch(name):
-        raise UsageError(f"A submission is called NNN-author, as in 001-{author}; {name!a} is not.")
-    if folder.exists():
-        raise UsageError(f"{folder} is there already; take the next number.")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}", author):
-        raise UsageError(f"An author is a GitHub name; {author!a} is not.")
-    base_model = track.spec.base_model.name
-    prompt = track.spec.metric.prompt
-    files = {
-        "config.yaml": _CONFIG.format(author=author, track=track.spec.id, base_model=base_model),
-        "NOTES.md": _NOTES.format(name=name),
-        "train.py": _TRAIN.format(base_model=base_model, prompt=prompt),
-    }
-    durable.make_dirs(folder)
-    for file_name, text in files.items():
-        durable.write_synced(folder / file_name, text.encode())
-    return folder
+def _check_claims(config: dict[str, Any], place: str) -> list[Finding]:
+    claims = config.get("self_reported") or {}
+    if not isinstance(claims, dict):
+        return [Finding("refused", place, "self_reported is not a mapping")]
+    accuracies = claims.get("accuracies") or []
+    numbers = [claims.get("mean_train_seconds") or 0.0, *(accuracies if isinstance(accuracies, list) else ["no list"])]
+    if not all(isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < float("inf") for n in numbers):
+        return [Finding("refused", place, "self_reported: mean_train_seconds and accuracies are numbers, 0 or more")]
+    return []

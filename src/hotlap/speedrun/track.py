@@ -2,6 +2,7 @@
 
 A track is a folder: `spec.toml` (its rules), `pins.json` (written once, by `freeze`) and the files the rules name.
 Its identity is one hash over all of them, and every report and record carries it. A rule change is a new version.
+Version 0 is provisional: it may be frozen again, and nothing that is verified under it is a record.
 
 Sources of the public tracks' figures: the LoRA speedrun repository, Saivineeth147/lora-speedrun, at its frozen specs.
 """
@@ -100,6 +101,8 @@ class Limits(Config):
     num_processes: int = Field(ge=1)
     """Processes and threads together."""
     max_lora_rank: int = Field(default=1024, ge=1)
+    dora: bool = True
+    """Whether an adapter may hold DoRA's magnitudes, which count as parameters."""
 
 
 class Hardware(Config):
@@ -119,12 +122,15 @@ class VerificationSpec(Config):
 
 class Spec(Config):
     id: str
-    version: int = Field(ge=1)
+    version: int = Field(ge=0)
+    """From 1 on. 0: the rules are provisional."""
     title: str
     frozen_on: str
     source: str
     """Where these rules come from."""
     data_prefix: str
+    environment: str | None = None
+    """A file of the track, as `pip freeze` writes it: all that a run finds installed. Absent: what hotlap runs in."""
     base_model: BaseModelSpec
     data: Annotated[GeneratedData | FileData | PublicData, Field(discriminator="type")]
     metric: Annotated[ExactMetric | LossMetric, Field(discriminator="type")]
@@ -155,6 +161,8 @@ class TrackPins(Config):
     """Every file of the base model; for a public track those that it pins."""
     train_content_sha256: str
     public: PublicPins | None = None
+    is_provisional: bool = False
+    """Whether they may be written again. The rules' own hash covers it."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +174,26 @@ class Track:
     @property
     def sha256(self) -> str:
         """The track's identity."""
-        return durable.sha256_bytes(durable.canonical_json(self.pins.model_dump(mode="json")).encode())
+        pinned = self.pins.model_dump(mode="json", exclude={"is_provisional"})
+        return durable.sha256_bytes(durable.canonical_json(pinned).encode())
+
+    @property
+    def is_provisional(self) -> bool:
+        return self.spec.version == 0
 
     @property
     def name(self) -> str:
-        """`c1`, and from the second version on `c1-v2`."""
+        """`c1`; from the second version on `c1-v2`; provisional ones with the rules they have now, `c1-v0-1a2b3c4d`."""
+        if self.is_provisional:
+            return f"{self.spec.id}-v0-{self.sha256[:8]}"
         return self.spec.id if self.spec.version == 1 else f"{self.spec.id}-v{self.spec.version}"
+
+    @property
+    def lock(self) -> Path | None:
+        """The file that says what is installed in a run. The public contest's is pinned and not shipped."""
+        if self.pins.public is not None:
+            return self.folder / "env.lock"
+        return None if self.spec.environment is None else self.folder / self.spec.environment
 
 
 def tracks(contest: Path) -> list[Track]:
@@ -210,12 +232,16 @@ def load(folder: Path) -> Track:
         raise PinMismatch(
             f"Track {spec.id} is not frozen: {folder / PINS} is missing. Run `hotlap speedrun new-track`."
         )
-    try:
-        frozen = TrackPins.model_validate_json((folder / PINS).read_bytes())
-    except ValidationError as error:
-        raise ConfigError(f"{folder / PINS}: {_first(error)}") from None
+    frozen = _read_pins(folder)
     _require_frozen(folder, spec, frozen)
     return Track(folder, spec, frozen)
+
+
+def _read_pins(folder: Path) -> TrackPins:
+    try:
+        return TrackPins.model_validate_json((folder / PINS).read_bytes())
+    except ValidationError as error:
+        raise ConfigError(f"{folder / PINS}: {_first(error)}") from None
 
 
 def _require_frozen(folder: Path, spec: Spec, frozen: TrackPins) -> None:
@@ -224,9 +250,11 @@ def _require_frozen(folder: Path, spec: Spec, frozen: TrackPins) -> None:
         path = folder / name
         if not path.is_file() or durable.sha256_file(path) != expected:
             what = "was changed" if path.is_file() else "is gone"
+            way_out = f"in a folder tracks/{spec.id}-v{spec.version + 1} of their own."
+            if frozen.is_provisional:
+                way_out = f"and this provisional one is frozen again by `hotlap speedrun new-track {folder.name}`."
             raise PinMismatch(
-                f"Track {spec.id} is frozen, and {name} {what}. Put it back; changed rules are a new version, "
-                f"in a folder tracks/{spec.id}-v{spec.version + 1} of their own."
+                f"Track {spec.id} is frozen, and {name} {what}. Put it back; changed rules are a new version, {way_out}"
             )
     if durable.sha256_file(EVALUATOR) != frozen.evaluator_sha256:
         raise PinMismatch(
@@ -256,14 +284,14 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def freeze(folder: Path, base_model: Path, train: Iterable[Row], files: Iterable[str]) -> Track:
-    """Write a track's pins, once.
+    """Write a track's pins: once, but for a provisional one.
 
     Raises:
         UsageError: it is frozen already.
         ConfigError: the spec is not valid.
     """
     spec = read_spec(folder)
-    if (folder / PINS).exists():
+    if (folder / PINS).exists() and not _read_pins(folder).is_provisional:
         raise UsageError(
             f"Track {spec.id} is frozen already. Changed rules are a new version, in a folder of their own."
         )
@@ -274,6 +302,7 @@ def freeze(folder: Path, base_model: Path, train: Iterable[Row], files: Iterable
         files={name: durable.sha256_file(folder / name) for name in sorted(files)},
         model_file_sha256=hashes(base_model),
         train_content_sha256=content_sha256(train),
+        is_provisional=spec.version == 0,
     )
     durable.replace(folder / PINS, (frozen.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
     return load(folder)

@@ -1,74 +1,43 @@
 """Verification: run a submission again with fresh seeds, inspect what it made, score it apart, and decide.
 
-All of it lies in one folder of the contest's records, each finished run durable before the next begins, so a
-verification that was cut goes on where it stopped, with the seeds already drawn. A failure of the machine or of ours
-raises and decides nothing; a failure of the submission is a result.
-
-The clock is the sandbox's, beside the submission, from just before it starts until its first process has ended; the
-caller's clock around the whole sandbox is kept beside it. Before each run the base model's files and the training rows
-are read from end to end, and the libraries are imported once, so that every run starts warm.
+All of it lies in one folder, each finished run durable before the next begins, so a verification that was cut goes on
+where it stopped, with the seeds already drawn. A failure of the machine or of ours raises and decides nothing; a
+failure of the submission is a result. `measure` needs no records, so a rented machine can do it; `verify` keeps them.
 """
 
 import fcntl
 import json
 import os
 import platform
-import sys
-from collections.abc import Callable, Generator
+import re
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import hotlap
 from hotlap import clock, durable
-from hotlap.config import hotlap_home
-from hotlap.errors import ChildCrashed, CorruptFile, Refused, RunChanged, RunLocked
-from hotlap.speedrun import audit, inputs, records, sandbox, submission
+from hotlap.child import passing_on_stops
+from hotlap.config import hotlap_home, load_cloud
+from hotlap.errors import ChildCrashed, CorruptFile, PinMismatch, Refused, RunLocked
+from hotlap.speedrun import claims, environments, inputs, records, sandbox, submission
+from hotlap.speedrun.attempt import EVALUATION_S, Say, Sources, Verification, run_once
+from hotlap.speedrun.replay import replay
 from hotlap.speedrun.report import build, to_markdown
-from hotlap.speedrun.submission import Submission
+from hotlap.speedrun.stopping import Stopped
+from hotlap.speedrun.submission import Finding, Submission
 from hotlap.speedrun.track import PublicData, Track
 
-_EVALUATION_S = 1800.0
-_MAX_PREDICTIONS_BYTES = 1 << 26
-_LIBRARIES = "torch, transformers, peft, safetensors, tokenizers, numpy"
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Where chance comes from: never from the submission, its author or its folder."""
-
-    seed: Callable[[], int]
-    """In [0, 2**31), as the public contest has it."""
-    entropy: Callable[[], str]
-    """For test rows; asked when the run that is scored on them has ended."""
-
-
-@dataclass(frozen=True)
-class Verification:
-    """One submission's place in the records, and what it is run with."""
-
-    contest: Path
-    track: Track
-    submission: Submission
-    model: Path
-    sources: Sources
-    say: Say
-
-    @property
-    def folder(self) -> Path:
-        name = f"{self.submission.name}-{self.submission.code_sha256[:12]}"
-        return records.folder_of(self.contest, self.track) / "attempts" / name
-
-    def run_folder(self, number: int) -> Path:
-        return self.folder / f"run-{number}"
-
-    def bounds(self, time_limit_s: float) -> sandbox.Bounds:
-        limits = self.track.spec.limits
-        threads = self.track.spec.hardware.threads
-        return sandbox.Bounds(time_limit_s, limits.memory_bytes, limits.num_processes, threads)
+_LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
+_KEPT = re.compile(
+    r"report-\d+\.(json|md)|seeds\.jsonl|run-\d+/(result\.json|(test|predictions)\.jsonl|train\.log)|code/[\w./-]+"
+)
+_WARM = f"""
+import importlib, importlib.util
+for name in {_LIBRARIES!r}:
+    if importlib.util.find_spec(name):
+        importlib.import_module(name)
+"""
 
 
 def verify(contest: Path, folder: Path, track: Track, num_runs: int, sources: Sources, say: Say) -> dict[str, Any]:
@@ -80,26 +49,125 @@ def verify(contest: Path, folder: Path, track: Track, num_runs: int, sources: So
         RunChanged: the submission's files changed while it was verified.
         UsageError: the submission breaks a rule that can be seen without running it.
         PinMismatch: track, base model or rows are not the frozen ones.
+        FetchFailed: base model or environment cannot be brought here.
         ChildCrashed: a failure that is not the submission's; the same command goes on from here.
+        Stopped: somebody asked to; the same command goes on from here.
     """
     require_machine(track)
     entry = submission.load(folder, track)
+    into = _require_open(contest, track, entry, num_runs)
+    report = measure(entry, track, num_runs, into, sources, say)
+    records.append(contest, track, report, into / f"report-{num_runs}.json")
+    return report
+
+
+def accept(contest: Path, folder: Path, track: Track, measured: Path) -> dict[str, Any]:
+    """Take what `measure` left in a folder, on another machine, into the records. Its report is held against the
+    submission, the track and the kept predictions before that.
+
+    Raises:
+        PinMismatch: it is of other code, or of other rules.
+        CorruptFile: it does not follow from what was kept.
+        Refused: this code was decided already.
+    """
+    entry = submission.load(folder, track)
+    reports = sorted(measured.glob("report-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
+    if not reports:
+        raise CorruptFile(f"{measured} holds no report: the verification is not finished. Run it again; it goes on.")
+    report: dict[str, Any] = json.loads(reports[-1].read_bytes())
+    if report["submission"]["code_sha256"] != entry.code_sha256 or report["track_sha256"] != track.sha256:
+        raise PinMismatch(f"{reports[-1]} is about other code or other rules than {folder} and track {track.spec.id}.")
+    replay(reports[-1])
+    _require_fresh_rows(track, report)
+    into = _require_open(contest, track, entry, len(report["runs"]))
+    durable.make_dirs(into)
+    for path in sorted(measured.rglob("*")):
+        name = path.relative_to(measured).as_posix()
+        if _KEPT.fullmatch(name) and path.is_file() and not path.is_symlink():
+            durable.make_dirs((into / name).parent)
+            durable.replace(into / name, path.read_bytes())
+    records.append(contest, track, report, into / reports[-1].name)
+    return report
+
+
+def claims_against_measured(contest: Path, entry: Submission, track: Track) -> list[Finding]:
+    """What an author claims of code that was verified, and what that measured otherwise."""
+    rows = [row for row in records.read(contest, track) if row.get("code_sha256") == entry.code_sha256]
+    if not rows:
+        return []
+    summary = json.loads((contest / rows[-1]["report"]).read_bytes())["summary"]
+    told = claims.disagreements(claims.of_folder(entry.folder, entry.config), summary)
+    return [Finding("warning", rows[-1]["report"], each) for each in told]
+
+
+def _require_fresh_rows(track: Track, report: dict[str, Any]) -> None:
+    """
+    Raises:
+        CorruptFile: a run was scored on rows that its entropy does not give.
+    """
+    for run in report["runs"]:
+        if run["score"] is None:
+            continue
+        lines = inputs.as_lines(inputs.test_rows(track, run["entropy"]))
+        if durable.sha256_bytes(lines) != run["test_sha256"]:
+            raise CorruptFile(f"Run {run['run']} was not scored on the rows that its entropy {run['entropy']!a} gives.")
+
+
+def _require_open(contest: Path, track: Track, entry: Submission, num_runs: int) -> Path:
+    """The folder of a submission's verification in the records.
+
+    Raises:
+        Refused: this code was decided already, or so many runs of it were reported.
+    """
     records.require_open(contest, track, entry.code_sha256)
-    model = inputs.base_model(track, say)
-    verification = Verification(contest, track, entry, model, sources, say)
-    path = verification.folder / f"report-{num_runs}.json"
+    into = records.folder_of(contest, track) / "attempts" / f"{entry.name}-{entry.code_sha256[:12]}"
+    path = into / f"report-{num_runs}.json"
     if any(row.get("report") == path.relative_to(contest).as_posix() for row in records.read(contest, track)):
         raise Refused(f"{path} is there: {num_runs} runs of this code were reported. Ask for more runs.")
-    with _alone_on_this_machine():
-        durable.make_dirs(verification.folder)
+    return into
+
+
+def measure(entry: Submission, track: Track, num_runs: int, folder: Path, sources: Sources, say: Say) -> dict[str, Any]:
+    """Run a submission `num_runs` times, as far as that was not done, and write `report-N.json` and `.md` to `folder`.
+
+    Raises:
+        As `verify`.
+    """
+    require_machine(track)
+    with _alone_on_this_machine(), passing_on_stops() as stops:
+        verification = Verification(
+            folder=folder,
+            track=track,
+            submission=entry,
+            model=inputs.base_model(track, say),
+            scoring=environments.of_track(track, (), say),
+            training=environments.of_track(track, entry.extras, say),
+            sources=sources,
+            say=say,
+            stops=stops,
+        )
+        _keep_code(entry, folder / "code")
         if not all((verification.run_folder(n) / "result.json").is_file() for n in range(1, num_runs + 1)):
             _warm_libraries(verification)
-        results = [_finished_or_run(verification, number) for number in range(1, num_runs + 1)]
-    report = build(track, entry, results, machine_facts(), clock.utc_text(clock.wall_s()))
+        results: list[dict[str, Any]] = []
+        for number in range(1, num_runs + 1):
+            if stops.was_asked:
+                raise Stopped
+            results.append(_finished_or_run(verification, number))
+    machine = machine_facts(verification.training)
+    report = build(track, entry, results, machine, clock.utc_text(clock.wall_s()))
+    path = folder / f"report-{num_runs}.json"
     durable.replace(path.with_suffix(".md"), to_markdown(report).encode())
     durable.replace(path, (json.dumps(report, indent=1, sort_keys=True) + "\n").encode())
-    records.append(contest, track, report, path)
     return report
+
+
+def _keep_code(entry: Submission, folder: Path) -> None:
+    """A copy of what is run, so that it can be run again when its author has gone on."""
+    for path in sorted(path for path in entry.folder.rglob("*") if path.is_file()):
+        target = folder / path.relative_to(entry.folder)
+        durable.make_dirs(target.parent)
+        durable.replace(target, path.read_bytes())
 
 
 def require_machine(track: Track) -> None:
@@ -143,7 +211,7 @@ def _finished_or_run(verification: Verification, number: int) -> dict[str, Any]:
         durable.remove_tree(folder)
     seed = _seed(verification, number)
     durable.make_dirs(folder)
-    result = _run_once(verification, number, seed)
+    result = run_once(verification, number, seed)
     durable.replace(path, (json.dumps(result, indent=1, sort_keys=True) + "\n").encode())
     for name in ("train", "evaluation", "adapter", "inputs"):
         if (folder / name).exists():
@@ -165,151 +233,34 @@ def _seed(verification: Verification, number: int) -> int:
     return seed
 
 
-def _run_once(verification: Verification, number: int, seed: int) -> dict[str, Any]:
-    track, folder = verification.track, verification.run_folder(number)
-    inputs.require_base_model(track, verification.model)  # reads every byte, which also warms the page cache
-    places = inputs.lay_out(
-        track, verification.model, inputs.train_rows(track), verification.submission.folder, folder / "inputs"
-    )
-    copied = folder / "inputs" / "repo" / "submissions" / verification.submission.name
-    if submission.code_sha256(copied) != verification.submission.code_sha256:
-        folder_name = verification.submission.folder
-        raise RunChanged(f"{folder_name} changed while it was verified. Start again: it is other code now.")
-    verification.say(f"run {number}: training with seed {seed}")
-    ran = _train(verification, folder, places, seed)
-    durable.replace(folder / "train.log", ran.log.encode(errors="replace"))
-    inputs.require_base_model(track, verification.model)
-    complaints = _how_it_ended(ran, track.spec.limits.time_limit_s)
-    facts: dict[str, Any] = {}
-    if not complaints:
-        found = audit.audit(folder / "train" / "out", ran.output, verification.model, track.spec.limits)
-        complaints = list(found.complaints)
-        facts = {"num_params": found.num_params, "adapter_sha256": found.sha256.get(audit.WEIGHTS)}
-    if not complaints:
-        verification.say(f"run {number}: {ran.wall_s:.1f} s; scoring")
-        scored = _score(verification, folder)
-        complaints = _how_it_applies(scored)
-        facts |= scored
-    kept = {key: value for key, value in asdict(ran).items() if key not in ("log", "collected", "exit_code")}
-    return {
-        "run": number,
-        "seed": seed,
-        "exit_code": ran.exit_code,
-        "complaints": complaints,
-        "score": None,
-        "num_rows": 0,
-        "adapter_sha256": None,
-        "num_params": None,
-        **kept,
-        **facts,
-    }
-
-
-def _train(verification: Verification, folder: Path, places: list[tuple[Path, str]], seed: int) -> sandbox.Ran:
-    spec = verification.track.spec
-    script = f"{inputs.REPO}/submissions/{verification.submission.name}/train.py"
-    data = f"{inputs.CACHE}/data/{spec.data_prefix}_train"
-    arguments = ["--data-dir", data, "--output-dir", sandbox.OUTPUT, "--seed", str(seed)]
-    program = sandbox.Program(
-        argv=(sys.executable, script, *arguments),
-        cwd=inputs.REPO,
-        env={**sandbox.environment(spec.hardware.threads), **inputs.contest_environment(spec)},
-        inputs=tuple(places),
-        collect=audit.max_bytes(spec.limits),
-    )
-    durable.make_dirs(folder / "train")
-    bounds = verification.bounds(float(spec.limits.time_limit_s))
-    return sandbox.run(program, bounds, folder / "train", spec.verification.protections)
-
-
-def _how_it_ended(ran: sandbox.Ran, time_limit_s: int) -> list[str]:
-    if ran.exit_code is None:
-        return [f"it was ended at its limit of {time_limit_s} s"]
-    if ran.exit_code != 0:
-        return [f"it ended with code {ran.exit_code}: {ran.log.strip()[-300:]}"]
-    return []
-
-
-def _score(verification: Verification, folder: Path) -> dict[str, Any]:
-    """Score the collected adapter on rows that did not exist while it was trained, in a sandbox of its own."""
-    spec = verification.track.spec
-    entropy = verification.sources.entropy()
-    rows = inputs.test_rows(verification.track, entropy)
-    lines = "".join(durable.canonical_json(dict(row)) + "\n" for row in rows).encode()
-    order = {
-        "base_model": "/model",
-        "adapter": "/adapter",
-        "rows": "/test.jsonl",
-        "output": sandbox.OUTPUT,
-        "metric": spec.metric.model_dump(mode="json"),
-        "dtype": "float32",
-        "threads": spec.hardware.threads,
-    }
-    work = folder / "evaluation"
-    durable.make_dirs(work)
-    durable.replace(folder / "test.jsonl", lines)
-    durable.replace(work / "order.json", durable.canonical_json(order).encode())
-    program = sandbox.Program(
-        argv=(sys.executable, "-m", "hotlap.speedrun.evaluate", "/order.json"),
-        cwd="/",
-        env=sandbox.environment(spec.hardware.threads),
-        inputs=(
-            (verification.model, "/model"),
-            (folder / "train" / "out", "/adapter"),
-            (folder / "test.jsonl", "/test.jsonl"),
-            (work / "order.json", "/order.json"),
-        ),
-        collect={"predictions.jsonl": _MAX_PREDICTIONS_BYTES, "score.json": 1 << 20},
-    )
-    ran = sandbox.run(program, verification.bounds(_EVALUATION_S), work, spec.verification.protections)
-    if ran.exit_code != 0 or set(ran.collected) != {"predictions.jsonl", "score.json"}:
-        raise ChildCrashed(f"The evaluator ended with code {ran.exit_code}: {ran.log.strip()[-2000:]}")
-    scored: dict[str, Any] = json.loads((work / "out" / "score.json").read_bytes())
-    durable.replace(folder / "predictions.jsonl", (work / "out" / "predictions.jsonl").read_bytes())
-    return {
-        **scored,
-        "entropy": entropy,
-        "test_sha256": durable.sha256_bytes(lines),
-        "predictions_sha256": durable.sha256_file(folder / "predictions.jsonl"),
-        "evaluation_s": ran.wall_s,
-    }
-
-
-def _how_it_applies(scored: dict[str, Any]) -> list[str]:
-    found: list[str] = []
-    if scored["adapter_effect"] == 0.0:
-        found.append("the adapter changes nothing: the base model answers the same without it")
-    if ignored := scored["ignored_tensors"]:
-        found.append(f"{len(ignored)} tensors of the adapter are never applied, such as {ignored[0]!a}")
-    return found
-
-
 def _warm_libraries(verification: Verification) -> None:
     work = verification.folder / "warm"
     if work.exists():
         durable.remove_tree(work)
     durable.make_dirs(work)
+    environment = verification.training
     program = sandbox.Program(
-        argv=(sys.executable, "-c", f"import {_LIBRARIES}"),
+        argv=(str(environment.python), "-c", _WARM),
         cwd="/",
-        env=sandbox.environment(verification.track.spec.hardware.threads),
+        env=verification.variables(environment),
         inputs=(),
         collect={},
+        libraries=environment.folders,
     )
     needs = verification.track.spec.verification.protections
-    ran = sandbox.run(program, verification.bounds(_EVALUATION_S), work, needs)
+    ran = sandbox.run(program, verification.bounds(EVALUATION_S), work, needs, verification.stops)
     durable.remove_tree(work)
     if ran.exit_code != 0:
         raise ChildCrashed(f"The libraries cannot be imported in the sandbox: {ran.log.strip()[-1000:]}")
     verification.say(f"sandbox active: {', '.join(ran.protections)}")
 
 
-def machine_facts() -> dict[str, Any]:
+def machine_facts(environment: environments.Environment) -> dict[str, Any]:
     """What the runs ran on: enough to see whether two reports compare."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    versions = {name.strip(): metadata.version(name.strip()) for name in _LIBRARIES.split(",")}
+    versions = {name: environment.packages.get(name) for name in _LIBRARIES}
     return {
         "processor": models[0] if models else platform.processor(),
         "num_threads_here": len(os.sched_getaffinity(0)),
@@ -317,4 +268,6 @@ def machine_facts() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {"hotlap": hotlap.__version__, **versions},
+        "environment": environment.as_json(),
+        "usd_micros_per_hour": load_cloud().local.usd_micros_per_hour,
     }

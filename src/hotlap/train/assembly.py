@@ -9,7 +9,7 @@ import torch
 from hotlap import artifacts
 from hotlap.data.render import Renderer
 from hotlap.errors import AuditFailed, ConfigError
-from hotlap.train import model, optim
+from hotlap.train import attention, model, optim
 from hotlap.train.context import Context
 from hotlap.train.kernels import use_kernels
 from hotlap.train.opening import OpenedRun
@@ -42,9 +42,23 @@ def assemble(opened: OpenedRun, context: Context) -> tuple[model.AdaptedModel, t
     )
     if config.lora.init_from is not None:
         _warm_start(adapted, Path(config.lora.init_from))
+    _choose_attention(adapted, identity.precision, context)
     if config.slice.gradient_checkpointing:
         adapted.recompute_activations()
     return adapted, optim.build(adapted.parameters, config.optim)
+
+
+def _choose_attention(adapted: model.AdaptedModel, precision: str, context: Context) -> None:
+    wanted = context.config.slice.attention_kernel
+    kernel, why = attention.kernel_here(wanted, precision, adapted.device)
+    if kernel != "mask":
+        try:
+            adapted.use_kernel(kernel)
+        except ConfigError as error:
+            if wanted != "auto":
+                raise
+            why = f"{error} A mask blocks attention between packed examples now."
+    context.say(why)
 
 
 def num_tokens_needed(opened: OpenedRun) -> int:

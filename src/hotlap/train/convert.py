@@ -50,7 +50,7 @@ def convert(source: Path, target: Path) -> None:
         raise MissingArtifact(f"{source} does not exist. Check the path.")
     durable.make_dirs(target)
     try:
-        model, tokenizer, splitting = _read(source)
+        model, tokenizer, splitting = read(source)
     except ImportError as error:
         raise MissingArtifact(
             f"Converting {source} needs a library: {error}. Run: pip install 'hotlap[train]'"
@@ -61,7 +61,7 @@ def convert(source: Path, target: Path) -> None:
     _check_tokenizer(tokenizer, model, target)
 
 
-def _read(source: Path) -> tuple[Any, Any, str]:
+def read(source: Path) -> tuple[Any, Any, str]:
     """The model, the tokenizer, and the name of the rule by which the tokenizer splits text."""
     _tell(f"reading {source.name}")
     # Millions of small objects are made here and none is garbage; looking for it takes a third of the time.
@@ -92,7 +92,7 @@ def _read_once(source: Path) -> str:
     import gguf
     import numpy as np
 
-    class Reader(gguf.GGUFReader):
+    class Reader(gguf.gguf_reader.GGUFReader):
         """Holds the file as a plain array: slicing a `memmap` takes twice as long, and there are a million slices."""
 
         @property

@@ -79,7 +79,7 @@ def answers(order: Order) -> Iterator[dict[str, Any]]:
 
 
 def _load(order: Order) -> Any:
-    base: Any = load_base(order.model_folder, order.settings, _num_tokens(order.adapter))
+    base: Any = load_base(order.model_folder, order.settings, num_tokens_of(order.adapter) if order.adapter else 0)
     if order.adapter is None:
         return base.eval()
     # PEFT asks transformers for a property by the name it had before; nothing a user could change.
@@ -93,10 +93,15 @@ def _load(order: Order) -> Any:
         ) from error
 
 
-def _num_tokens(adapter: Path | None) -> int:
+def trained_rows_of(adapter: Path) -> dict[str, list[int]]:
+    """Numbers of the embedding rows that an adapter has trained one by one, by the module's name."""
+    fields = json.loads((adapter / ADAPTER_CONFIG_FILE).read_bytes())
+    return fields.get("trainable_token_indices") or {}
+
+
+def num_tokens_of(adapter: Path) -> int:
     """Embedding rows that an adapter has trained beyond those of its base model, and all before them."""
-    fields = json.loads((adapter / ADAPTER_CONFIG_FILE).read_bytes()) if adapter else {}
-    return max((max(rows) + 1 for rows in (fields.get("trainable_token_indices") or {}).values()), default=0)
+    return max((max(rows) + 1 for rows in trained_rows_of(adapter).values()), default=0)
 
 
 def _room_for_answer(num_T: int, max_new_tokens: int, longest: int | None) -> int:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save
 from hotlap.config import LoraConfig
 from hotlap.config_techniques import TechniquesConfig, chunk_positions
 from hotlap.errors import AuditFailed, ConfigError
+from hotlap.train import attention
 from hotlap.train.base import decoder_linears, is_linear, load_base
 from hotlap.train.fused import fuse
 from hotlap.train.loss import Head
@@ -51,7 +52,8 @@ class AdaptedModel:
         self.saved: Named = _named_as_saved(peft_model)
         last = {id(parameter): name for name, parameter in sorted(self.saved.items())}
         self.parameters: Named = {name: self.saved[name] for name in sorted(last.values())}
-        self._segments_BT: torch.Tensor | None = None
+        self._lengths_BT: torch.Tensor | None = None
+        self._kernel = "mask"
         if neftune_alpha is not None:
             self._neftune_alpha = neftune_alpha
             causal_lm.get_input_embeddings().register_forward_hook(self._with_noise)
@@ -79,14 +81,47 @@ class AdaptedModel:
     def hidden(self, tokens_BT: torch.Tensor, segments_BT: torch.Tensor) -> torch.Tensor:
         """Last hidden states `[B, T, D]`. A token sees only earlier ones of its own example, and in layers with a
         sliding window no more than that of them; positions restart."""
-        self._segments_BT = segments_BT
+        positions_BT = positions_of(segments_BT)
+        if self._kernel == "flash":
+            flat = attention.flatten(segments_BT, positions_BT)
+            self._lengths_BT = flat.lengths_1N
+            return flat.spread(self._decoded(flat.gathered(tokens_BT), flat.kernel_arguments))
+        self._lengths_BT = (segments_BT[:, :, None] == segments_BT[:, None, :]).sum(dim=-1)
+        mask = self._flex_mask(segments_BT) if self._kernel == "flex" else masks_of(segments_BT, self._window)
+        return self._decoded(tokens_BT, {"attention_mask": mask, "position_ids": positions_BT})
+
+    def _decoded(self, tokens_BT: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         with self.autocast():
-            return self._decoder(
-                input_ids=tokens_BT,
-                attention_mask=masks_of(segments_BT, self._window),
-                position_ids=positions_of(segments_BT),
-                use_cache=False,
-            ).last_hidden_state
+            return self._decoder(input_ids=tokens_BT, use_cache=False, **arguments).last_hidden_state
+
+    def _flex_mask(self, segments_BT: torch.Tensor) -> Any:
+        if self._window is None:
+            return attention.flex_mask(segments_BT)
+        near = attention.flex_mask(segments_BT, self._window.size)
+        return near if self._window.is_everywhere else {_FULL: attention.flex_mask(segments_BT), _SLIDING: near}
+
+    def use_kernel(self, kernel: str) -> None:
+        """Attend with a kernel of `attention.IMPLEMENTATIONS` instead of with a mask.
+
+        Raises:
+            ConfigError: it does not work here, or is not seen to keep examples apart; a mask does it as before.
+        """
+        causal_lm: Any = self.peft_model.get_base_model()
+        before, was_training = causal_lm.config._attn_implementation, self.peft_model.training
+        self.peft_model.eval()
+        problem = "is not seen to keep examples of a row apart"
+        try:
+            causal_lm.set_attn_implementation(attention.IMPLEMENTATIONS[kernel])
+            self._kernel = kernel
+            if attention.keeps_examples_apart(self.hidden, self.device):
+                return
+        except (ImportError, ValueError, RuntimeError, TypeError) as error:
+            problem = f"does not work here: {str(error).partition(chr(10))[0]}"
+        finally:
+            self.peft_model.train(was_training)
+        causal_lm.set_attn_implementation(before)
+        self._kernel = "mask"
+        raise ConfigError(f"Attention kernel {kernel!r} {problem}. Set slice.attention_kernel = 'mask'.")
 
     @property
     def head(self) -> Head:
@@ -121,9 +156,8 @@ class AdaptedModel:
         """NEFTune: uniform noise of at most alpha / sqrt(example's length x D), packed or not (arXiv 2310.05914)."""
         if not self.peft_model.training:
             return output_BTD
-        assert self._segments_BT is not None
-        lengths_BT = (self._segments_BT[:, :, None] == self._segments_BT[:, None, :]).sum(dim=-1)
-        most_BT = self._neftune_alpha / (lengths_BT * output_BTD.shape[-1]).sqrt()
+        assert self._lengths_BT is not None
+        most_BT = self._neftune_alpha / (self._lengths_BT * output_BTD.shape[-1]).sqrt()
         noise_BTD = torch.empty_like(output_BTD).uniform_(-1.0, 1.0)
         return output_BTD + noise_BTD * most_BT[:, :, None].to(output_BTD.dtype)
 

@@ -1,0 +1,1 @@
+"""From an adapter to something that serves: merge, quantize, convert, serve, measure, push."""

@@ -1,0 +1,37 @@
+(function () {
+  "use strict";
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const still = window.matchMedia("(prefers-reduced-motion: reduce)");
+  function dressed(figure) {
+    const layout = figure.layout;
+    const style = getComputedStyle(document.documentElement);
+    const ink = style.getPropertyValue("--ink").trim(), line = style.getPropertyValue("--line").trim();
+    const soft = style.getPropertyValue("--soft").trim();
+    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
+    return Object.assign({}, layout, {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, size: 12 },
+      margin: { l: 48, r: 12, t: 32, b: 40 }, legend: { orientation: "h", y: -0.2, yanchor: "top" }, showlegend: figure.data.length > 1,
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: ink },
+      xaxis: Object.assign({}, axis, layout.xaxis), yaxis: Object.assign({}, axis, layout.yaxis),
+      transition: { duration: still.matches ? 0 : 150 },
+    });
+  }
+  const drawn = new Set();
+  function draw(place) {
+    drawn.add(place);
+    const figure = figures[place.dataset.chart];
+    Plotly.react(place, figure.data, dressed(figure), {
+      responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"],
+    });
+  }
+  // A page may have many charts: each is drawn when it is about to be seen, and all of them before they are printed.
+  const places = [...document.querySelectorAll("[data-chart]")];
+  const near = new IntersectionObserver((entries) => {
+    for (const entry of entries) if (entry.isIntersecting && !drawn.has(entry.target)) draw(entry.target);
+    document.documentElement.dataset.drawn = "yes";
+  }, { rootMargin: "600px" });
+  places.forEach((place) => near.observe(place));
+  addEventListener("beforeprint", () => places.filter((place) => !drawn.has(place)).forEach(draw));
+  dark.addEventListener("change", () => drawn.forEach(draw));
+})();

@@ -1,0 +1,121 @@
+"""How packed examples are kept apart: a mask, or a kernel that knows where examples begin.
+
+A mask `[B, 1, T, T]` serves everywhere. On CUDA, FlashAttention takes the examples of all rows one behind another,
+with no padding between them, and computes nothing across their ends; flex attention skips blocks of the mask. Both come
+with transformers and torch; what is ours is the layout, and a check that examples are apart before a step is made.
+"""
+
+# B rows, T positions, N tokens of all rows that are no padding, E examples, D model width
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from hotlap.errors import ConfigError
+
+IMPLEMENTATIONS = {"flash": "flash_attention_2", "flex": "flex_attention"}
+"""What transformers calls them."""
+
+
+def choose_kernel(wanted: str, device: str, precision: str, is_flash_here: bool) -> tuple[str, str]:
+    """The kernel, and a sentence that says why.
+
+    Raises:
+        ConfigError: the one that is wanted cannot work here.
+    """
+    missing = (
+        "no CUDA device" if device != "cuda"
+        else f"{precision} numbers, and it computes in 16 bits only" if precision == "float32"
+        else "no flash-attn package" if not is_flash_here
+        else None
+    )  # fmt: skip
+    if wanted == "auto":
+        kernel = "mask" if missing else "flash"
+        why = f"FlashAttention has {missing} here" if missing else "the flash-attn package is here"
+        return kernel, f"Attention between packed examples is blocked by {_WORDS[kernel]}: {why}."
+    if wanted == "flash" and missing:
+        raise ConfigError(
+            f"slice.attention_kernel = 'flash' finds {missing}. Leave it out, and hotlap takes what works here."
+        )
+    if wanted == "flex" and device != "cuda":
+        raise ConfigError(
+            "slice.attention_kernel = 'flex' finds no CUDA device, and it has no backward pass elsewhere. Leave it out."
+        )
+    return wanted, f"Attention between packed examples is blocked by {_WORDS[wanted]}, as slice.attention_kernel says."
+
+
+_WORDS = {"mask": "an explicit mask", "flash": "FlashAttention", "flex": "flex attention"}
+
+
+def kernel_here(wanted: str, precision: str, device: torch.device) -> tuple[str, str]:
+    """`choose_kernel` for this machine."""
+    return choose_kernel(wanted, device.type, precision, is_flash_attn_2_available())
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The tokens of rows one behind another, without padding."""
+
+    is_token_BT: torch.Tensor
+    positions_1N: torch.Tensor
+    ends_E: torch.Tensor
+    """Where examples begin and end: 0, then the place behind each."""
+
+    @property
+    def lengths_1N(self) -> torch.Tensor:
+        """How long each token's example is."""
+        lengths_E = self.ends_E.diff()
+        return lengths_E.repeat_interleave(lengths_E)[None]
+
+    @property
+    def kernel_arguments(self) -> dict[str, Any]:
+        """What transformers hands to the kernel. Asking for determinism is part of a run's promise to repeat."""
+        longest = int(self.ends_E.diff().max())
+        both = {f"cu_seq_lens_{side}": self.ends_E for side in "qk"} | {f"max_length_{side}": longest for side in "qk"}
+        return {**both, "attention_mask": None, "position_ids": self.positions_1N, "deterministic": True}
+
+    def gathered(self, values_BT: torch.Tensor) -> torch.Tensor:
+        return values_BT[self.is_token_BT][None]
+
+    def spread(self, hidden_1ND: torch.Tensor) -> torch.Tensor:
+        """Back in rows; padding is 0."""
+        hidden_BTD = hidden_1ND.new_zeros(*self.is_token_BT.shape, hidden_1ND.shape[-1])
+        hidden_BTD[self.is_token_BT] = hidden_1ND[0]
+        return hidden_BTD
+
+
+def flatten(segments_BT: torch.Tensor, positions_BT: torch.Tensor) -> Flat:
+    is_token_BT = segments_BT > 0
+    positions_N = positions_BT[is_token_BT]
+    begins = (positions_N == 0).nonzero()[:, 0]
+    ends_E = torch.cat([begins, begins.new_tensor([len(positions_N)])]).to(torch.int32)
+    return Flat(is_token_BT, positions_N[None], ends_E)
+
+
+def flex_mask(segments_BT: torch.Tensor, window: int | None = None) -> BlockMask:
+    """Whom a token sees, as flex attention wants it: earlier ones of its example, no more than `window` of them."""
+    num_B, num_T = segments_BT.shape
+
+    def sees(row: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        is_seen = (query >= key) & (segments_BT[row, query] == segments_BT[row, key])
+        return is_seen if window is None else is_seen & (query - key < window)
+
+    return create_block_mask(sees, num_B, None, num_T, num_T, device=segments_BT.device)  # pyright: ignore[reportArgumentType]
+
+
+def keeps_examples_apart(hidden: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], device: torch.device) -> bool:
+    """Whether another token in a row's first example leaves what is computed of its second one as it was, and changes
+    what is computed of its own. `hidden(tokens_BT, segments_BT)` is the model."""
+    segments_BT = torch.tensor([[1] * 5 + [2] * 6 + [0] * 2, [1] * 9 + [2] * 4], device=device)
+    tokens_BT = torch.arange(segments_BT.numel(), device=device).reshape(segments_BT.shape) % 11
+    changed_BT = tokens_BT.clone()
+    changed_BT[:, 2] += 1
+    with torch.no_grad():
+        one, other = hidden(tokens_BT, segments_BT), hidden(changed_BT, segments_BT)
+    is_second = segments_BT == 2
+    is_own = (segments_BT == 1) & (torch.arange(segments_BT.shape[1], device=device) >= 2)
+    return torch.equal(one[is_second], other[is_second]) and not torch.equal(one[is_own], other[is_own])

@@ -1,0 +1,188 @@
+"""`hotlap dashboard` as it is used: the real command, a real machine on this computer, a real browser."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from browser import browsing
+
+from hotlap import clock, durable, runs
+from hotlap.cloud.lease import Lease
+from hotlap.cloud.ledger import Ledger
+from hotlap.cloud.local import LocalProvider
+from hotlap.cloud.provider import Listing, Machine, Start, Tags
+from hotlap.config import CloudConfig
+from hotlap.report.live import Follower, Slices, Verdicts, machine_rows
+
+EVIL = "<img src=x onerror=alert(1)>"
+
+
+@contextlib.contextmanager
+def dashboard(folder: Path, *args: str) -> Iterator[tuple[str, str]]:
+    """The address it serves, and the path it printed behind it."""
+    with (folder / "dashboard.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hotlap", "dashboard", "--port", "0", *args],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        assert process.stdout
+        try:
+            printed = process.stdout.readline().strip()
+            assert printed.startswith("http://"), (folder / "dashboard.log").read_text()
+            base, _, path = printed.rpartition("/")
+            yield base, f"/{path}"
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
+            process.stdout.close()
+
+
+def lease_of(run: str, number: int, now_s: float, ttl_s: int = 600) -> Lease:
+    price = {"usd_micros_per_hour": 3_600_000, "num_gpus": 1, "billing_unit_s": 1}
+    times = {"began_s": now_s, "not_after_s": int(now_s + ttl_s), "gpu_s": ttl_s, "usd_micros": 100_000}
+    return Lease(f"{number:016x}", run, "me", "local", "local", "n", **price, **times)
+
+
+# --- what it reads ---
+
+
+def test_a_follower_gives_each_row_once_and_reads_again_what_was_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    follower = Follower(path)
+    assert follower.new_rows() == ([], True)
+    durable.append_rows(path, [{"step": 1}, {"step": 2}])
+    assert follower.new_rows() == ([{"step": 1}, {"step": 2}], True)
+    with path.open("a") as torn:
+        torn.write('{"step": 3')
+    assert follower.new_rows() == ([], False)
+    with path.open("a") as whole:
+        whole.write("}\n")
+    assert follower.new_rows() == ([{"step": 3}], False)
+    path.write_text('{"step": 1}\n')
+    assert follower.new_rows() == ([{"step": 1}], True)
+
+
+def test_slices_that_run_are_shown_and_others_are_not(tmp_path: Path) -> None:
+    for name in ("live", "over"):
+        run = runs.RunFolder(tmp_path / name)
+        lock = runs.acquire(run, 100.0, print)
+        durable.append_rows(run.metrics, [{"step": 4, "loss": 2.5}, {"step": 4, "val_loss": 2.0}])
+        if name == "over":
+            lock.release({"reason": "slice_over"})
+    slices = Slices(tmp_path)
+    (row,) = slices.section()
+    assert (row["run"], row["slice"], row["step"], row["loss"], row["val_loss"]) == ("live", 1, 4, 2.5, 2.0)
+    assert 0 < row["ends_at_s"] - clock.wall_s() <= 100.0
+    durable.append_rows(tmp_path / "live" / "metrics.jsonl", [{"step": 5, "loss": 2.25}])
+    assert slices.section()[0]["step"] == 5
+
+
+def test_machines_are_those_of_the_book_and_those_that_are_listed(home: Path) -> None:
+    known, unseen = lease_of("a", 1, 100.0), lease_of("b", 2, 50.0)
+    mine = Machine("pod-1", "hotlap-" + known.lease_id, "running", 100.0, known.lease_id, "me", usd_micros_per_hour=9)
+    stranger = Machine("pod-9", EVIL, "running", 90.0)
+    rows = machine_rows([known, unseen], {"local": Listing(200.0, (mine, stranger))})
+    told = [(row["machine"], row["state"], row["may_stop"]) for row in rows]
+    assert told == [(None, "not listed", True), ("pod-1", "running", True), ("pod-9", "running", False)]
+    assert rows[1]["usd_micros_per_hour"] == 9 and "leaves it alone" in rows[2]["problems"]
+
+
+def test_verdicts_are_read_as_they_come(tmp_path: Path) -> None:
+    journal, log = tmp_path / "studies" / "lr" / "experiments.jsonl", tmp_path / "records" / "micro" / "log.jsonl"
+    verdicts = Verdicts(tmp_path / "studies", tmp_path / "records")
+    assert verdicts.section() == {"studies": [], "newest": []}
+    durable.make_dirs(journal.parent)
+    durable.make_dirs(log.parent)
+    trial = {"kind": "run", "status": "ok", "val_search_nats_per_byte": 2.0}
+    decision = {"kind": "decision", "decision_id": 7, "outcome": "kept", "reason": EVIL}
+    durable.append_rows(journal, [trial, {**trial, "val_search_nats_per_byte": 1.5}, {**trial, "status": "oom"}])
+    durable.append_rows(log, [{"kind": "verified", "submission": "001", "verdict": "pass", "description": "fast"}])
+    assert [row["verdict"] for row in verdicts.section()["newest"]] == ["pass"]
+    durable.append_rows(journal, [decision])
+    told = verdicts.section()
+    assert told["studies"] == [{"study": "lr", "num_runs": 3, "lowest": 1.5}]
+    assert [(row["what"], row["verdict"]) for row in told["newest"]] == [("7", "kept"), ("001", "pass")]
+
+
+# --- who may come in ---
+
+
+@pytest.mark.long
+def test_a_token_is_asked_for_away_from_loopback(tmp_path: Path) -> None:
+    with dashboard(tmp_path, "--host", "0.0.0.0") as (base, path):
+        base = base.replace("0.0.0.0", "127.0.0.1")
+        assert httpx.get(f"{base}/state").status_code == httpx.get(f"{base}/?token=x").status_code == 401
+        assert httpx.post(f"{base}/stop", json={"run": "a"}).status_code == 401
+        with httpx.Client() as client:
+            welcome = client.get(f"{base}{path}")
+            assert welcome.status_code == 303 and welcome.headers["location"] == "/"
+            assert "httponly" in welcome.headers["set-cookie"].lower()
+            assert client.get(f"{base}/state").json()["slices"] == []
+
+
+# --- in a browser ---
+
+
+@pytest.mark.long
+def test_the_button_ends_a_real_machine_with_proof(home: Path, tmp_path: Path) -> None:
+    """A machine is seen, counted down and ended; a stranger's name stays text; other pages cannot press the button."""
+    settings = CloudConfig()
+    durable.make_dirs(home)
+    ledger, provider = Ledger(settings), LocalProvider(settings.local)
+    now_s = clock.wall_s()
+    lease = ledger.hold(lease_of(EVIL, 1, now_s))
+    (offer,) = provider.offers()
+    tags = Tags(lease.lease_id, "me", "n", lease.not_after_s)
+    machine = provider.create(offer, tags, Start((sys.executable, "-c", "import time; time.sleep(600)")))
+    ledger.note_machine(lease.lease_id, machine.machine_id)
+    try:
+        with dashboard(tmp_path) as (base, _), browsing(tmp_path) as browser:
+            state = httpx.get(f"{base}/state").json()
+            assert [row["run"] for row in state["machines"]] == [EVIL]
+            assert httpx.get(f"{base}/state", headers={"Host": "evil.example"}).status_code == 403
+            secret = httpx.get(base).text.partition('name="hotlap-secret" content="')[2].partition('"')[0]
+            for headers in ({}, {"X-Hotlap-Secret": "x"}, {"X-Hotlap-Secret": secret, "Origin": "http://evil.example"}):
+                assert httpx.post(f"{base}/stop", json={"run": EVIL}, headers=headers).status_code == 403
+            other = httpx.post(f"{base}/stop", json={"run": "other"}, headers={"X-Hotlap-Secret": secret})
+            assert other.status_code == 404
+
+            browser.look_like(width=375, height=700)
+            browser.open(base)
+            row = "document.querySelector('#machines tbody tr')"
+            browser.wait(f"{row} && /^[0-9]+:[0-9]+/.test({row}.children[6].textContent)")
+            assert browser.run(f"{row}.children[0].textContent") == EVIL and browser.run("document.images.length") == 0
+            assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+            before = browser.run(f"{row}.children[7].textContent")
+            browser.wait(f"{row}.children[7].textContent !== {json.dumps(before)}")
+            assert ("button", f"End machine {machine.machine_id} of {EVIL}") in browser.names()
+
+            browser.run(f"{row}.querySelector('button').focus()")
+            browser.press("Enter")
+            browser.wait("document.getElementById('sure').open")
+            browser.press("Enter")  # the focus is on keeping it
+            browser.wait("!document.getElementById('sure').open")
+            browser.press("Enter")
+            browser.wait("document.getElementById('sure').open")
+            browser.press("Tab")
+            browser.press("Enter")
+            browser.wait("document.getElementById('news').textContent.includes('proven dead')")
+            browser.wait("document.querySelectorAll('#machines tbody tr').length === 0")
+            assert browser.complaints == [] and all(
+                url.startswith(base) for url in browser.requests if url[:4] == "http"
+            )
+        (closed,) = ledger.leases([lease.lease_id])
+        assert closed.state == "settled" and closed.outcome == "stopped"
+        assert provider.machines().machines == ()
+    finally:
+        provider.terminate(machine.machine_id)
+        provider.close()
+        ledger.close()

@@ -1,0 +1,201 @@
+"""Modal's own SDK against a fake of its server: what is asked for, what an answer means, and ends without anybody."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("modal", reason="the extra `modal` is not installed")
+
+from hotlap import clock
+from hotlap.cli import cli
+from hotlap.cloud import preparing
+from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, Stops, World, plan_of
+from hotlap.cloud.ledger import Ledger
+from hotlap.cloud.modal import ModalProvider
+from hotlap.cloud.proof import Patience
+from hotlap.cloud.provider import Offer, Start, Tags
+from hotlap.cloud.reaper import Reaper
+from hotlap.cloud.rental import boot_env
+from hotlap.cloud.runpod_shapes import boot_argv
+from hotlap.config import CloudConfig
+from hotlap.config_cloud import ModalConfig
+from hotlap.errors import (
+    AmbiguousCreate,
+    CorruptFile,
+    MissingArtifact,
+    NoCapacity,
+    NoPermission,
+    NotCreated,
+    ProviderFailed,
+)
+from hotlap.testing.fake_modal import FakeModal
+
+pytestmark = pytest.mark.long
+
+OFFER = Offer("modal", "L40S", None, 2_400_000)
+SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
+
+
+def tags_of(ttl_s: float = 60.0) -> Tags:
+    return Tags("0d" * 8, "me", "nonce", int(clock.wall_s() + ttl_s))
+
+
+@pytest.fixture
+def provider(modal_cloud: FakeModal) -> Iterator[ModalProvider]:
+    provider = ModalProvider(ModalConfig())
+    yield provider
+    provider.close()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    ledger = Ledger(CloudConfig(), f"sqlite:///{tmp_path / 'ledger.sqlite'}")
+    yield ledger
+    ledger.close()
+
+
+def launch(provider: ModalProvider, ledger: Ledger, job: Job, words: list[str]) -> LeaseEnd:
+    return Launcher(provider, ledger, CloudConfig(), "me", Stops(), World(say=words.append)).launch(job, [OFFER])
+
+
+def job_of(provider: ModalProvider, *argv: str, **changes: object) -> Job:
+    plan = plan_of(Job("run", 20.0, Start(argv)), provider.traits)
+    env = boot_env(plan, provider.traits)
+    start = Start(boot_argv(argv), env, image="image", volume_id="vol", volume_path=preparing.VOLUME, **changes)
+    return Job("run", 20.0, start)
+
+
+def test_a_job_runs_in_a_sandbox_that_is_bounded_and_its_end_is_proven(
+    modal_cloud: FakeModal, provider: ModalProvider, ledger: Ledger
+) -> None:
+    modal_cloud.volumes.add("vol")
+    words: list[str] = []
+    job = job_of(provider, "sh", "-c", "echo it ran; echo x > /workspace/kept", has_network=False)
+    end = launch(provider, ledger, job, words)
+    assert end.end and end.end.result and end.end.result["exit_code"] == 0, (end, words)
+    assert any("it ran" in word for word in words)
+    (sandbox,) = modal_cloud.sandboxes.values()
+    asked = sandbox.definition
+    assert sandbox.result is not None and modal_cloud.alive() == []
+    assert end.lease.not_after_s - sandbox.created_at_s - 2 < asked.timeout_secs <= end.lease.not_after_s
+    assert asked.name == f"hotlap-{end.lease.lease_id}" and sandbox.tags["HOTLAP_NONCE"] == end.lease.nonce
+    assert asked.network_access.network_access_type == asked.network_access.BLOCKED
+    assert [mount.mount_path for mount in asked.volume_mounts] == ["/workspace"]
+    resources = asked.resources
+    assert (resources.milli_cpu, resources.memory_mb) == (resources.milli_cpu_max, resources.memory_mb_max)
+    assert resources.gpu_config.gpu_type == "L40S" and not asked.idle_timeout_secs
+    assert end.lease.state == "settled" and 0 < end.lease.usd_micros < 100_000
+
+
+def test_a_lost_answer_leaves_one_sandbox_and_it_is_adopted(
+    modal_cloud: FakeModal, provider: ModalProvider, ledger: Ledger
+) -> None:
+    modal_cloud.volumes.add("vol")
+    modal_cloud.faults["SandboxCreate"] = ["lost"]
+    words: list[str] = []
+    end = launch(provider, ledger, job_of(provider, "echo", "it ran"), words)
+    assert end.end and end.end.kind == "result", (end, words)
+    assert modal_cloud.requests.count("SandboxCreate") == 2 and len(modal_cloud.sandboxes) == 1
+    assert any("instead of asking again" in word for word in words)
+
+
+def test_what_is_not_scheduled_in_our_time_is_ended_and_a_definite_no(
+    modal_cloud: FakeModal, provider: ModalProvider
+) -> None:
+    modal_cloud.faults["SandboxCreate"] = ["no_capacity"]
+    provider = ModalProvider(ModalConfig(), create_s=1.0)
+    with pytest.raises(NoCapacity, match="not scheduled within 1 s"):
+        provider.create(OFFER, tags_of(), Start(SLEEP, image="image"))
+    (sandbox,) = modal_cloud.sandboxes.values()
+    assert sandbox.result is not None and provider.machines().machines == ()
+    provider.close()
+
+
+@pytest.mark.parametrize(
+    ("request_name", "status", "kind"),
+    [
+        ("SandboxCreate", "UNAUTHENTICATED", NoPermission),
+        ("SandboxCreate", "INVALID_ARGUMENT", NotCreated),
+        ("SandboxCreate", "RESOURCE_EXHAUSTED", NoCapacity),
+        ("SandboxCreate", "ALREADY_EXISTS", AmbiguousCreate),
+        ("SandboxCreate", "DATA_LOSS", AmbiguousCreate),
+        ("ImageGetOrCreate", "DATA_LOSS", NotCreated),
+        ("VolumeGetOrCreate", "", NotCreated),
+    ],
+)
+def test_a_refusal_is_told_from_a_doubt(
+    modal_cloud: FakeModal, provider: ModalProvider, request_name: str, status: str, kind: type[ProviderFailed]
+) -> None:
+    if status:
+        modal_cloud.volumes.add("vol")
+        modal_cloud.faults[request_name] = [status] * 20
+    with pytest.raises(ProviderFailed) as raised:
+        provider.create(OFFER, tags_of(), Start(SLEEP, image="image", volume_id="vol"))
+    assert type(raised.value) is kind, raised.value
+
+
+def test_the_server_ends_it_at_its_time_and_boot_before_that(modal_cloud: FakeModal, provider: ModalProvider) -> None:
+    provider.create(OFFER, tags_of(3.0), Start(SLEEP, image="image"))
+    wait_until(lambda: modal_cloud.alive() == [])
+    (sandbox,) = modal_cloud.sandboxes.values()
+    assert sandbox.result.status == sandbox.result.GENERIC_STATUS_TIMEOUT
+    # With boot in it, a machine that nobody watches ends after its job, long before its time.
+    start = Start(boot_argv(("true",)), {"HOTLAP_CAP_S": "30", "HOTLAP_LEAVES": "1", "HOTLAP_LINGER_S": "0.2"})
+    provider.create(OFFER, tags_of(60.0), Start(start.argv, start.env, image="image"))
+    wait_until(lambda: modal_cloud.alive() == [])
+    *_, sandbox = modal_cloud.sandboxes.values()
+    assert sandbox.result.status == sandbox.result.GENERIC_STATUS_SUCCESS
+    assert clock.wall_s() - sandbox.created_at_s < 50.0
+
+
+def test_the_reaper_finds_every_page_and_ends_what_is_past_its_time(
+    modal_cloud: FakeModal, provider: ModalProvider
+) -> None:
+    for number in range(5):
+        tags = Tags(f"{number:016x}", "me", "n", int(clock.wall_s()) + 60)
+        provider.create(OFFER, tags, Start(SLEEP, image="image"))
+    assert len(provider.machines().machines) == 5
+    for sandbox in list(modal_cloud.sandboxes.values())[:3]:
+        sandbox.tags["HOTLAP_NOT_AFTER"] = str(int(sandbox.created_at_s) + 1)
+    clock.sleep_s(1.5)
+    report = Reaper(provider, None, CloudConfig(), "me").reap(Patience(60.0, clock.monotonic_s, clock.sleep_s))
+    assert report.is_clean and len(report.doomed) == 3
+    assert len(modal_cloud.alive()) == 2
+
+
+def test_a_volume_s_files_come_and_go_once_and_are_checked(
+    modal_cloud: FakeModal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/train.jsonl").write_bytes(b"x" * 100_000)
+    Path("data/empty").write_bytes(b"")
+
+    def volume(*words: str) -> Result:
+        return CliRunner().invoke(cli, ["volume", words[0], "--volume-id", "modal:vol", *words[1:]])
+
+    assert volume("put", "data", "data").stderr.count("put: ") == 2
+    assert volume("put", "data/train.jsonl", "data/train.jsonl").stderr.startswith("there already")
+    assert json.loads(volume("ls", "data", "--json").stdout) == [
+        {"key": "data/empty", "bytes": 0},
+        {"key": "data/train.jsonl", "bytes": 100_000},
+    ]
+    assert volume("get", "data/train.jsonl", "back").exit_code == 0
+    assert Path("back").read_bytes() == b"x" * 100_000
+    assert volume("get", "data/train.jsonl", "back").stderr.startswith("here already")
+    modal_cloud.files["data/train.jsonl"] = b"y" * 100_000
+    damaged = volume("get", "data/train.jsonl", "other")
+    assert isinstance(damaged.exception, CorruptFile) and not Path("other").exists()
+    assert isinstance(volume("get", "data/none", "none").exception, MissingArtifact)
+
+
+def wait_until(is_so: Callable[[], bool], patience_s: float = 60.0) -> None:
+    until_s = time.monotonic() + patience_s
+    while not is_so():
+        assert time.monotonic() < until_s, "it did not come to be"
+        time.sleep(0.02)

@@ -1,0 +1,96 @@
+"""The documentation site: generated pages are whole, commands parse, configurations load, links lead somewhere."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import pytest
+import readme
+import reference
+
+from hotlap.cli import cli
+from hotlap.config import RunConfig
+
+ROOT = readme.ROOT
+PAGES = sorted(
+    page for page in (ROOT / "docs").rglob("*.md") if page.name != "log.md" and "decisions" not in page.parts
+)
+COMMANDS = [
+    (page.relative_to(ROOT).as_posix(), line)
+    for page in PAGES
+    for line in re.findall(r"^\$ (hotlap .*)$", page.read_text(), flags=re.M)
+    if line.split()[1] in cli.commands or line.split()[1] not in ("export", "serve", "bench", "push")
+]
+"""Those of the export come with it, on a branch of its own."""
+
+NEED_AN_ACCOUNT = re.compile(r"(?<!\S)(--volume-id|--on (runpod|modal|ssh)|--offers)\b")
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: value)
+def test_every_command_of_the_documentation_parses(
+    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()  # what an argument names has to be there
+    (tmp_path / "mine.jsonl").touch()
+    _, name, *words = ["", *shlex.split(line, comments=True)]
+    command, context = cli, None
+    while True:
+        context = command.make_context(name, words, parent=context)
+        if not isinstance(command, click.Group):
+            return
+        found, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+        name = str(found)
+        assert command is not None
+
+
+def test_commands_that_need_an_account_say_so() -> None:
+    lines = [line for page, line in COMMANDS if NEED_AN_ACCOUNT.search(line) and "how-to" in page]
+    assert len(lines) >= 5 and all("# account" in line or "init" in line for line in lines)
+
+
+def test_runs_in_the_documentation_are_valid() -> None:
+    blocks = [text for page in PAGES for text in re.findall(r"```toml\n(.*?)```", page.read_text(), flags=re.S)]
+    trees = [tree for text in blocks if "base_model" in (tree := tomllib.loads(text))]
+    assert len(trees) >= 2 and all(RunConfig.model_validate(tree) for tree in trees)
+
+
+def test_generated_pages_have_every_command_setting_and_exit_code() -> None:
+    made = reference.pages()
+    for name, command in cli.commands.items():
+        assert f"## `hotlap {name}`" in made["reference/cli.md"]
+        for child in command.commands if isinstance(command, click.Group) else ():
+            assert f"## `hotlap {name} {child}`" in made["reference/cli.md"]
+    settings = made["reference/config.md"]
+    for name, field in RunConfig.model_fields.items():
+        assert f"`{name}" in settings, name
+        for inner in reference._models_in(field):
+            assert all(f"`{name}.{key}" in settings for key in inner.model_fields), name
+    assert "| `train.epochs` | `float`, > 0 | `1.0` | Passes over the data" in settings
+    assert (
+        "runs/NAME/run.json" in made["reference/files.md"] and "| 75 | `slice_over`" in made["reference/exit-codes.md"]
+    )
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text()))
+    written = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES}
+    assert listed == written | set(reference.pages())
+
+
+@pytest.mark.long
+def test_the_site_builds_and_no_link_leads_nowhere(tmp_path: Path) -> None:
+    if find_spec("mkdocs") is None or find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed (pip install 'hotlap[docs]')")
+    env = {**os.environ, "DISABLE_MKDOCS_2_WARNING": "true", "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    for page in ("tutorial.html", "reference/config.html", "how-to/look.html"):
+        assert "hotlap" in (tmp_path / "site" / page).read_text()
