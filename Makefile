@@ -9,7 +9,7 @@ demo: setup
 	$(BIN)/hotlap demo
 
 test: setup
-	$(BIN)/pytest -q -n 2 --dist loadfile
+	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 setup: .venv/.installed
 

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as slices have it; for torch in this process and its children
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of long tests come first, so that at the end no worker is left alone with one."""
+    first: dict[Path, int] = {}
+    for item in items:
+        weight = 0 if item.get_closest_marker("real") else 1 if item.get_closest_marker("long") else 2
+        first[item.path] = min(first.get(item.path, weight), weight)
+    items.sort(key=lambda item: first[item.path])
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A fresh HOTLAP_HOME."""

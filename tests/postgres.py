@@ -104,6 +104,8 @@ class Talk:
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.client, self.server = client, server
+        for end in (client, server):  # messages are passed on one by one, and each would wait for the other end's word
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.num_asked = self.num_answered = 0
         self.deaf_to: int | None = None
 

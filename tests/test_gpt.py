@@ -25,13 +25,15 @@ SMALL = {"width": 32, "depth": 1, "context": 16, "batch_size": 4, "input_ngram":
 
 
 @pytest.fixture(scope="module")
-def gpt() -> ModuleType:
+def gpt() -> Iterator[ModuleType]:
     import torch
 
     from hotlap.research import gpt
 
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    return gpt
+    yield gpt
+    torch.set_num_threads(num_threads)
 
 
 class Ticks:

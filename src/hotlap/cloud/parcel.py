@@ -26,6 +26,9 @@ _OF_THE_IMAGE = {"torch"}
 """Builds of it differ with the machine, so the image's own is used, or the newest for its processor is installed."""
 
 _SENT = (".py", ".jsonl", ".toml", ".typed")
+_STAYS = ("export", "report", "testing")
+"""Packages that no job on a rented machine uses: each part of a wheel is a machine."""
+
 _PIECE_CHARS = 72_000
 """A create request may have 102,400 bytes, and `boot` travels in each."""
 
@@ -54,9 +57,10 @@ def pack() -> Parcel:
     files = {
         f"hotlap/{path.relative_to(root).as_posix()}": path.read_bytes()
         for path in sorted(root.rglob("*"))
-        if path.suffix in _SENT
+        if path.suffix in _SENT and path.relative_to(root).parts[0] not in _STAYS
     }
-    files[f"{info}/METADATA"] = (here.read_text("METADATA") or "").encode()
+    headers, _, _read_me = (here.read_text("METADATA") or "").partition("\n\n")
+    files[f"{info}/METADATA"] = (headers + "\n").encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: hotlap\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{info}/entry_points.txt"] = (here.read_text("entry_points.txt") or "").encode()
     files[f"{info}/constraints.txt"] = constraints().encode()
