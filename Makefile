@@ -9,7 +9,8 @@ demo: setup
 	$(BIN)/hotlap demo
 
 test: setup
-	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+# The tests start thousands of interpreters, which need not compile the same files again.
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 setup: .venv/.installed
 

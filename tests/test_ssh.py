@@ -63,7 +63,8 @@ def test_the_machine_ends_at_its_time_though_nobody_is_connected(box: Box, tmp_p
     assert len(pids) == 2 and not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     patience = Patience(60.0, clock.monotonic_s, clock.sleep_s)
     report = Reaper(provider, None, CloudConfig(), "me").reap(patience)
-    assert report.is_clean and [each.machine_id for each, _ in report.doomed] == [machine.machine_id]
+    # Machines of the tests before are on the same box, and may have come to their time as well.
+    assert report.is_clean and machine.machine_id in [each.machine_id for each, _ in report.doomed]
     assert not folder.exists()
 
 
