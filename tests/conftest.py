@@ -86,7 +86,6 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshd.Box]:
 @pytest.fixture
 def modal_cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["FakeModal"]:
     """A fake of Modal's server, which the SDK of this process talks to."""
-    pytest.importorskip("modal", reason="the extra `modal` is not installed")
     from hotlap.testing.fake_modal import FakeModal
 
     with FakeModal(tmp_path / "modal") as cloud:

@@ -3,7 +3,6 @@
 import json
 import random
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +152,8 @@ def test_a_study_asked_of_a_command_counts_its_answers(tmp_path: Path) -> None:
 
 # --- Optuna ---
 
-needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="the extra `optuna` is not installed")
-needs_scipy = pytest.mark.skipif(find_spec("scipy") is None, reason="the extra `optuna` is not installed whole")
 
-
-@needs_optuna
-@pytest.mark.parametrize("kind", ["tpe", "cma", pytest.param("gp", marks=[pytest.mark.torch, needs_scipy])])
+@pytest.mark.parametrize("kind", ["tpe", "cma", pytest.param("gp", marks=pytest.mark.torch)])
 def test_optuna_s_samplers_change_one_axis_near_the_anchor(kind: str) -> None:
     """As the study asks: in a process. The same history and number give the same answer."""
     history = history_of(proposer=kind)
@@ -170,7 +165,6 @@ def test_optuna_s_samplers_change_one_axis_near_the_anchor(kind: str) -> None:
     assert made[-1] == made[0]
 
 
-@needs_optuna
 def test_an_answer_of_optuna_s_that_was_refused_is_not_given_again() -> None:
     """Too large, say: then the next axis of the same point."""
     history = history_of(proposer="tpe")

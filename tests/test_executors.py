@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ DEFAULTS = {name: axis["default"] for name, axis in axes().items()}
 @pytest.fixture(scope="module")
 def ray_of_two(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
     """One local Ray of two processors for all tests here: starting one takes seconds."""
-    if find_spec("ray") is None:
-        pytest.skip("the extra `ray` is not installed")
     import ray
 
     before = os.environ.get("HOTLAP_HOME")
@@ -103,6 +100,7 @@ def test_closing_leaves_nothing_that_runs(make: Make, tmp_path: Path) -> None:
     wait_until(lambda: pids_of("r1", tmp_path))
     executor.close()
     wait_until(lambda: not pids_of("r1", tmp_path))
+    assert not pids_of("r1", tmp_path)
 
 
 def test_what_waits_for_room_is_never_begun_after_closing(tmp_path: Path) -> None:

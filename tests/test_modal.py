@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-pytest.importorskip("modal", reason="the extra `modal` is not installed")
-
 from hotlap import clock
 from hotlap.cli import cli
 from hotlap.cloud import preparing
