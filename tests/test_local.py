@@ -92,7 +92,7 @@ from pathlib import Path
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.provider import Start, Tags
 provider = LocalProvider(home=Path({str(home)!r}))
-tags = Tags("0123456789abcdef", "me", "n", int(time.time()) + 4)
+tags = Tags("0123456789abcdef", "me", "n", int(time.time()) + 8)
 provider.create(provider.offers()[0], tags, Start((sys.executable, "-c", {STUBBORN!r})))
 import os, signal
 os.kill(os.getpid(), signal.SIGKILL)
@@ -101,7 +101,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     (machine,) = provider.machines().machines
     pids = pids_in(provider, machine, 2)
     wait_until(lambda: not any(map(is_alive, pids)))
-    assert machine.not_after_s is not None and time.time() - machine.not_after_s < 3.0
+    assert machine.not_after_s is not None and time.time() - machine.not_after_s < 30.0
     wait_until(lambda: [each.state for each in provider.machines().machines] == ["exited"])
     assert provider.terminate(machine.machine_id) and provider.machines().machines == ()
 

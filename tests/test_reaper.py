@@ -157,9 +157,9 @@ def test_absence_of_what_was_never_seen_proves_nothing_until_it_must_be_visible(
 # --- passes over real processes ---
 
 
-def rent(provider: LocalProvider, lease_id: str, ttl_s: float, owner: str = "me") -> Machine:
+def rent(provider: LocalProvider, lease_id: str, ttl_s: float, owner: str = "me", job_s: int = 600) -> Machine:
     tags = Tags(lease_id, owner, "n", int(time.time() + ttl_s))
-    return provider.create(provider.offers()[0], tags, Start((sys.executable, "-c", "import time; time.sleep(600)")))
+    return provider.create(provider.offers()[0], tags, Start(("sleep", str(job_s))))
 
 
 def patience(words: list[str] | None = None) -> Patience:
@@ -318,9 +318,9 @@ def test_lines_are_events_or_talk() -> None:
 def test_a_machine_that_ended_long_ago_costs_until_its_end(home: Path) -> None:
     provider, ledger = LocalProvider(home=home, grace_s=0.2), Ledger(CloudConfig())
     now_s = time.time()
-    lease = make_lease("a" * 16, began_s=now_s - 100, not_after_s=int(now_s) + 1)
+    lease = make_lease("a" * 16, began_s=now_s - 100, not_after_s=int(now_s) + 600)
     ledger.hold(lease)
-    machine = rent(provider, lease.lease_id, 1.0)
+    machine = rent(provider, lease.lease_id, 600.0, job_s=0)
     ledger.note_machine(lease.lease_id, machine.machine_id)
     folder = MachineFolder(home / "machines" / machine.machine_id)
     while (dead := folder.dead()) is None:

@@ -45,12 +45,7 @@ class Translation:
         """Our TOML, with what was left out as comments on top."""
         lines = [f"# From a configuration of {self.tool}."]
         lines += [f"# not carried over: {one_line(entry)}" for entry in self.left]
-        scalars = {key: value for key, value in self.tree.items() if not isinstance(value, dict)}
-        lines += ["", *(f"{key} = {toml_value(value)}" for key, value in scalars.items())]
-        for section, values in self.tree.items():
-            if isinstance(values, dict):
-                lines += ["", f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, "", to_toml(self.tree)])
 
 
 def one_line(entry: Left) -> str:
@@ -376,6 +371,15 @@ TRL: dict[str, Rule | str] = {
 
 
 # --- TOML ---
+
+
+def to_toml(tree: dict[str, Any]) -> str:
+    """Settings as our files have them: values of the top, then a table a section."""
+    lines = [f"{key} = {toml_value(value)}" for key, value in tree.items() if not isinstance(value, dict)]
+    for section, values in tree.items():
+        if isinstance(values, dict):
+            lines += ["", f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
 
 
 def toml_value(value: Any) -> str:

@@ -29,6 +29,7 @@ from hotlap.cli.runs import logs, runs, stop
 from hotlap.cli.serve import bench, serve
 from hotlap.cli.sink import sink
 from hotlap.cli.speedrun import speedrun
+from hotlap.cli.speedrun_compare import ablate, duel, transfer
 from hotlap.cli.train import train
 from hotlap.cli.volume import pull, volume
 from hotlap.errors import HotlapError
@@ -69,6 +70,8 @@ _EXPORTS = (export, serve, bench, push)
 _RENTED = (launch, machines, reap, budget, volume, pull)
 for command in (*_HERE, *_EXPORTS, *_RENTED):
     cli.add_command(command)
+for command in (duel, ablate, transfer):
+    speedrun.add_command(command)
 
 
 def main() -> NoReturn:

@@ -12,13 +12,13 @@ from hotlap.errors import DONE, NOT_PROVEN, SLICE_OVER, MissingArtifact, PinMism
 _COLUMNS = ("track", "version", "target", "metric", "base_model", "hardware", "sha256")
 _STANDINGS = ("track", "rank", "time_s", "score", "author", "description", "report")
 
-_contest = click.option(
+contest_option = click.option(
     "--contest",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=Path(),
     help="The contest's folder, with tracks/, submissions/ and records/. [default: here]",
 )
-_json = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+json_option = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 
 @click.group(
@@ -37,8 +37,8 @@ Example:
   hotlap speedrun tracks --json
 """
 )
-@_contest
-@_json
+@contest_option
+@json_option
 def tracks(contest: Path, as_json: bool) -> None:
     """List the tracks, each held against its pins."""
     from hotlap.speedrun import track
@@ -68,7 +68,7 @@ Example:
 @click.option("--author", required=True, help="Your GitHub name.")
 @click.option("--track", "track_id", required=True)
 @click.option("--recipe", is_flag=True, help="Settings of hotlap's trainer in recipe.toml, in place of a train.py.")
-@_contest
+@contest_option
 def new(name: str, author: str, track_id: str, recipe: bool, contest: Path) -> None:
     """Start a submission from a template that trains."""
     from hotlap.speedrun import template, track
@@ -91,7 +91,7 @@ Example:
 @click.option("--target", type=float, help="What a run has to reach: a share, or nats per token.")
 @click.option("--base-model", default="smollm2-135m", show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
-@_contest
+@contest_option
 def new_track(
     track_id: str, data: Path | None, metric: Any, target: float | None, base_model: str, threads: int, contest: Path
 ) -> None:
@@ -100,11 +100,11 @@ def new_track(
 
     contest = contest.absolute()
     if data is None:
-        made = maker.freeze(contest / "tracks" / track_id, _say)
+        made = maker.freeze(contest / "tracks" / track_id, say)
     elif target is None:
         raise click.UsageError("--data needs --target: what a run has to reach.")
     else:
-        made = maker.make(contest, track_id, data, metric, target, base_model, threads, _say)
+        made = maker.make(contest, track_id, data, metric, target, base_model, threads, say)
     click.echo(f"{made.name} {made.sha256}")
 
 
@@ -115,8 +115,8 @@ Example:
 """
 )
 @click.argument("folder", type=click.Path(path_type=Path))
-@_contest
-@_json
+@contest_option
+@json_option
 def check(folder: Path, contest: Path, as_json: bool) -> int:
     """Say everything about a submission that can be said without running it. Exit 2 if it cannot be verified."""
     from hotlap.cli.progress import plain
@@ -149,8 +149,8 @@ Example:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Run nothing: check and take in what `python -m hotlap.speedrun.remote` left in this folder.",
 )
-@_contest
-@_json
+@contest_option
+@json_option
 def verify(folder: Path, num_runs: int, measured: Path | None, contest: Path, as_json: bool) -> int:
     """Run a submission again with fresh seeds, locked in, and decide. Exit 0: pass; 8: fail or undecided; 75: stopped
     by a signal, and the same command goes on."""
@@ -163,11 +163,11 @@ def verify(folder: Path, num_runs: int, measured: Path | None, contest: Path, as
     chosen = track.find(contest, submission.track_of(folder))
     try:
         if measured is None:
-            report = verifier.verify(contest, folder, chosen, num_runs, remote.sources(), _say)
+            report = verifier.verify(contest, folder, chosen, num_runs, remote.sources(), say)
         else:
             report = verifier.accept(contest, folder, chosen, measured.absolute())
     except Stopped:
-        return _stopped()
+        return stopped()
     decision, summary = report["decision"], report["summary"]
     if as_json:
         click.echo(json.dumps(report, indent=1))
@@ -179,7 +179,7 @@ def verify(folder: Path, num_runs: int, measured: Path | None, contest: Path, as
             click.echo("  no record: the rules of this track are provisional")
     if decision["verdict"] == "pass":
         return DONE
-    _say(f"hotlap: exit {NOT_PROVEN} {decision['verdict']}: {decision['reasons'][0]}")
+    say(f"hotlap: exit {NOT_PROVEN} {decision['verdict']}: {decision['reasons'][0]}")
     return NOT_PROVEN
 
 
@@ -190,8 +190,8 @@ Example:
 """
 )
 @click.option("--check", "only_check", is_flag=True, help="Write nothing; exit 4 if anything does not follow.")
-@_contest
-@_json
+@contest_option
+@json_option
 def records(only_check: bool, contest: Path, as_json: bool) -> None:
     """Write the tables from the logs, and show who stands where."""
     from hotlap.speedrun import records as book
@@ -231,8 +231,8 @@ Example:
     type=click.Path(path_type=Path, file_okay=False),
     help="Train and score again with the report's seeds and test rows, into this folder.",
 )
-@_contest
-@_json
+@contest_option
+@json_option
 def replay(report: Path, out: Path | None, contest: Path, as_json: bool) -> int:
     """Decide again from a report alone, and count its kept predictions again. With --run, run it again as well.
     Exit 0 if it says the same, 8 if a second run does not."""
@@ -255,25 +255,25 @@ def _run_again(contest: Path, report: Path, out: Path, as_json: bool) -> int:
     from hotlap.speedrun.stopping import Stopped
 
     try:
-        found = rerun(contest, report, out, _say)
+        found = rerun(contest, report, out, say)
     except Stopped:
-        return _stopped()
+        return stopped()
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
         _show(found["runs"], _RUNS, as_json=False)
     if found["verdict"] == found["verdict_then"]:
         return DONE
-    _say(f"hotlap: exit {NOT_PROVEN} {found['verdict']}: the report says {found['verdict_then']}")
+    say(f"hotlap: exit {NOT_PROVEN} {found['verdict']}: the report says {found['verdict_then']}")
     return NOT_PROVEN
 
 
-def _stopped() -> int:
-    _say(f"hotlap: exit {SLICE_OVER} stopped: finished runs are kept; the same command goes on")
+def stopped() -> int:
+    say(f"hotlap: exit {SLICE_OVER} stopped: finished runs are kept; the same command goes on")
     return SLICE_OVER
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     from hotlap.cli.progress import plain, stderr_console
 
     stderr_console().print(plain(text), markup=False)

@@ -10,14 +10,14 @@ import json
 import os
 import platform
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import hotlap
 from hotlap import clock, durable
-from hotlap.child import passing_on_stops
+from hotlap.child import Stops, passing_on_stops
 from hotlap.config import hotlap_home, load_cloud
 from hotlap.errors import ChildCrashed, CorruptFile, PinMismatch, Refused, RunLocked
 from hotlap.speedrun import claims, environments, inputs, records, sandbox, submission
@@ -28,6 +28,7 @@ from hotlap.speedrun.stopping import Stopped
 from hotlap.speedrun.submission import Finding, Submission
 from hotlap.speedrun.track import PublicData, Track
 
+_Drawn = TypeVar("_Drawn", int, str)
 _LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "numpy")
 _KEPT = re.compile(
     r"report-\d+\.(json|md)|seeds\.jsonl|run-\d+/(result\.json|(test|predictions)\.jsonl|train\.log)|code/[\w./-]+"
@@ -134,32 +135,39 @@ def measure(entry: Submission, track: Track, num_runs: int, folder: Path, source
         As `verify`.
     """
     require_machine(track)
-    with _alone_on_this_machine(), passing_on_stops() as stops:
-        verification = Verification(
-            folder=folder,
-            track=track,
-            submission=entry,
-            model=inputs.base_model(track, say),
-            scoring=environments.of_track(track, (), say),
-            training=environments.of_track(track, entry.extras, say),
-            sources=sources,
-            say=say,
-            stops=stops,
-        )
-        _keep_code(entry, folder / "code")
-        if not all((verification.run_folder(n) / "result.json").is_file() for n in range(1, num_runs + 1)):
-            _warm_libraries(verification)
-        results: list[dict[str, Any]] = []
-        for number in range(1, num_runs + 1):
-            if stops.was_asked:
-                raise Stopped
-            results.append(_finished_or_run(verification, number))
+    with alone_on_this_machine(), passing_on_stops() as stops:
+        verification = prepared(entry, track, folder, sources, say, stops)
+        if not all(is_finished(verification, number) for number in range(1, num_runs + 1)):
+            warm_libraries(verification)
+        results = [finished_or_run(verification, number) for number in range(1, num_runs + 1)]
     machine = machine_facts(verification.training)
     report = build(track, entry, results, machine, clock.utc_text(clock.wall_s()))
     path = folder / f"report-{num_runs}.json"
     durable.replace(path.with_suffix(".md"), to_markdown(report).encode())
     durable.replace(path, (json.dumps(report, indent=1, sort_keys=True) + "\n").encode())
     return report
+
+
+def prepared(
+    entry: Submission, track: Track, folder: Path, sources: Sources, say: Say, stops: Stops
+) -> Verification:
+    """A submission's place in `folder`, with its code kept there, the base model at hand and both environments built.
+
+    Raises:
+        As `verify`.
+    """
+    _keep_code(entry, folder / "code")
+    return Verification(
+        folder=folder,
+        track=track,
+        submission=entry,
+        model=inputs.base_model(track, say),
+        scoring=environments.of_track(track, (), say),
+        training=environments.of_track(track, entry.extras, say),
+        sources=sources,
+        say=say,
+        stops=stops,
+    )
 
 
 def _keep_code(entry: Submission, folder: Path) -> None:
@@ -184,7 +192,7 @@ def require_machine(track: Track) -> None:
 
 
 @contextmanager
-def _alone_on_this_machine() -> Generator[None]:
+def alone_on_this_machine() -> Generator[None]:
     """Two verifications at once would measure each other. The lock is the kernel's: it ends with its holder."""
     path = hotlap_home() / "verify.lock"
     durable.make_dirs(path.parent)
@@ -201,15 +209,26 @@ def _alone_on_this_machine() -> Generator[None]:
         os.close(descriptor)
 
 
-def _finished_or_run(verification: Verification, number: int) -> dict[str, Any]:
+def is_finished(verification: Verification, number: int) -> bool:
+    return (verification.run_folder(number) / "result.json").is_file()
+
+
+def finished_or_run(verification: Verification, number: int) -> dict[str, Any]:
+    """What is kept of a run, which is made if it was not made before.
+
+    Raises:
+        As `verify`.
+    """
+    if verification.stops.was_asked:
+        raise Stopped
     folder = verification.run_folder(number)
     path = folder / "result.json"
-    if path.is_file():
+    if is_finished(verification, number):
         verification.say(f"run {number}: done before")
         return json.loads(path.read_bytes())
     if folder.exists():
         durable.remove_tree(folder)
-    seed = _seed(verification, number)
+    seed = drawn(verification.folder / "seeds.jsonl", "seed", number, verification.sources.seed)
     durable.make_dirs(folder)
     result = run_once(verification, number, seed)
     durable.replace(path, (json.dumps(result, indent=1, sort_keys=True) + "\n").encode())
@@ -219,21 +238,24 @@ def _finished_or_run(verification: Verification, number: int) -> dict[str, Any]:
     return json.loads(path.read_bytes())
 
 
-def _seed(verification: Verification, number: int) -> int:
-    """The seed of a run, on the disk before the run begins: a cut run gets no second draw."""
-    path = verification.folder / "seeds.jsonl"
-    drawn = durable.read_rows(path)
-    if len(drawn) >= number:
-        return drawn[number - 1]["seed"]
-    if len(drawn) != number - 1:
-        raise CorruptFile(f"{path} has {len(drawn)} seeds before run {number}.")
-    seed = verification.sources.seed()
-    durable.append_rows(path, [{"run": number, "seed": seed}])
+def drawn(path: Path, what: str, number: int, draw: Callable[[], _Drawn]) -> _Drawn:
+    """The chance of a run, on the disk before it is used: a cut run gets no second draw.
+
+    Raises:
+        CorruptFile: one before it is missing.
+    """
+    rows = durable.read_rows(path)
+    if len(rows) >= number:
+        return rows[number - 1][what]
+    if len(rows) != number - 1:
+        raise CorruptFile(f"{path} has {len(rows)} rows before run {number}.")
+    value = draw()
+    durable.append_rows(path, [{"run": number, what: value}])
     durable.sync_file(path)
-    return seed
+    return value
 
 
-def _warm_libraries(verification: Verification) -> None:
+def warm_libraries(verification: Verification) -> None:
     work = verification.folder / "warm"
     if work.exists():
         durable.remove_tree(work)
