@@ -61,10 +61,9 @@ class Bench:
             "slice": {"minutes": cap_s / 60}, "techniques": techniques,
         })  # fmt: skip
         argv = [sys.executable, "-m", "hotlap.train.slice", json.dumps({"config": config.model_dump(mode="json")})]
-        env = {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
         talk = self.scratch / "talk.txt"
         with talk.open("w") as errors:
-            process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
+            process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True)
             assert process.stdout
             num_steps, result = 0, None
             for line in process.stdout:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contest import PUBLIC, changed_track, floats, micro, micro_contest, run_of, safetensors, written_submission
+from contest import PUBLIC, changed_track, micro, micro_contest, run_of, writing, written_submission
 
 from hotlap import durable
-from hotlap.child import Stops
 from hotlap.cli import cli
 from hotlap.errors import CorruptFile, Refused, RunChanged, RunLocked, UsageError
-from hotlap.speedrun import environments, records, replay, submission, template, track, verify
-from hotlap.speedrun.attempt import Sources, Verification, run_once
+from hotlap.speedrun import records, replay, track, verify
+from hotlap.speedrun.attempt import Sources
 
 pytestmark = [pytest.mark.long, pytest.mark.torch]
 
@@ -149,71 +148,7 @@ def _check_what_is_left(
         replay.replay(path)
 
 
-# --- a recipe of our own trainer ---
-
-MICRO_RECIPE = """
-[optim]
-lr = 1e-2
-schedule = "constant"
-
-[train]
-max_steps = 80
-micro_batch_rows = 10
-
-[data]
-seq_len = 32
-"""
-
-
-def test_a_recipe_trains_in_one_process_and_is_judged_like_any_other(contest: Path, tmp_path: Path) -> None:
-    folder = template.new(contest, "003-eve", "eve", micro(contest), "recipe")
-    assert submission.load(folder, micro(contest)).recipe is not None
-    (folder / "recipe.toml").write_text(MICRO_RECIPE)
-    own = environments.own()
-    entry = submission.load(folder, micro(contest))
-    model = verify.inputs.base_model(micro(contest), no_talk)
-    verification = Verification(tmp_path / "out", micro(contest), entry, model, own, own, sources(), no_talk, Stops())
-    verification.run_folder(1).mkdir(parents=True)
-    run = run_once(verification, 1, 5)
-    log = (verification.run_folder(1) / "train.log").read_text()
-    assert (run["exit_code"], run["complaints"]) == (0, []), log
-    assert run["num_left_behind"] == 0 and run["score"] >= 0.8
-    assert run["num_tokens"] >= 80 * 10 * 3  # rows hold one example or more, and none is shorter
-    assert {entry["name"] for entry in run["output"]} == {"adapter_config.json", "adapter_model.safetensors"}
-
-
 # --- without torch in the submission: an adapter written byte by byte ---
-
-NAME = "base_model.model.model.layers.0.mlp.down_proj"
-
-
-WRITER = """
-import argparse, json, os, struct, sys
-
-p = argparse.ArgumentParser()
-for name in ("--data-dir", "--output-dir", "--seed"):
-    p.add_argument(name)
-given = p.parse_args()
-seed, out = int(given.seed), given.output_dir
-
-
-def write(value):
-    with open(out + "/adapter_model.safetensors", "wb") as file:
-        file.write(HEAD + struct.pack("<f", seed / 100) * 128 + struct.pack("<f", value) * 64)
-    with open(out + "/adapter_config.json", "w") as file:
-        json.dump(CONFIG, file)
-
-
-"""
-
-
-def writing(what: str) -> str:
-    """A `train.py` without torch: `write(value)` writes an adapter of constants whose A depends on the seed."""
-    plain = safetensors({f"{NAME}.lora_A.weight": floats(2, 64), f"{NAME}.lora_B.weight": floats(32, 2)})
-    head = plain[: len(plain) - 4 * (2 * 64 + 32 * 2)]
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 2, "target_modules": ["down_proj"]}
-    return WRITER.replace("HEAD", repr(head)).replace("CONFIG", repr(config)) + what
-
 
 MISDEEDS = """
 if seed == 11:

@@ -25,6 +25,15 @@ _POLL_S = 0.2
 _TAIL_LINES = 20
 _LINES_AT_ONCE = 1_000
 _PATIENCE_S = 1.0
+_WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+
+
+def with_waiting_threads(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which OpenMP's idle threads spin for some tenths of a millisecond and then sleep, unless it
+    says something of that itself. By default they spin on, which on a machine that does anything else besides costs
+    half the speed and more; if they sleep at once, one that does nothing else loses a third (docs/log.md, 2026-12-01).
+    torch's builds for Linux have GNU's OpenMP, which takes the count; others only sleep."""
+    return {**({} if _WAITING_THREADS.keys() & env.keys() else _WAITING_THREADS), **env}
 
 
 @dataclass(frozen=True)

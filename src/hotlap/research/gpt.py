@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # OpenMP reads it when torch is loaded; its waiting threads spin otherwise, and slow down whatever runs beside them.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", **os.environ}
 
 import numpy as np
 import numpy.typing as npt

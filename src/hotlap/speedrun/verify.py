@@ -148,9 +148,7 @@ def measure(entry: Submission, track: Track, num_runs: int, folder: Path, source
     return report
 
 
-def prepared(
-    entry: Submission, track: Track, folder: Path, sources: Sources, say: Say, stops: Stops
-) -> Verification:
+def prepared(entry: Submission, track: Track, folder: Path, sources: Sources, say: Say, stops: Stops) -> Verification:
     """A submission's place in `folder`, with its code kept there, the base model at hand and both environments built.
 
     Raises:
