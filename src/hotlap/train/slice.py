@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from hotlap import clock, durable, guard, runs
@@ -107,11 +107,11 @@ def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dic
             from hotlap.train.opening import open_run
 
             if context.config.techniques.overlap:
-                context.preload.start()
+                context.preload.start(_is_lean(context.config))
             opened = open_run(run, context, lock.require)
         with context.timeline.phase("imports"):
             context.preload.finish()
-            with _imports(context.config):
+            with lean_imports() if _is_lean(context.config) else nullcontext():
                 from hotlap.train.loop import Loop
     loop = Loop(run, lock, opened, context)
     facts |= {"resumed_at": loop.resumed_at, "num_run_steps": loop.num_steps}
@@ -129,11 +129,10 @@ def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dic
         }
 
 
-def _imports(config: RunConfig) -> AbstractContextManager[None]:
+def _is_lean(config: RunConfig) -> bool:
     """Quantized weights need bitsandbytes, and Liger's kernels the compiler."""
     techniques = config.techniques
-    is_lean = techniques.lean_imports and not techniques.kernels and config.model.quantization is None
-    return lean_imports() if is_lean else nullcontext()
+    return techniques.lean_imports and not techniques.kernels and config.model.quantization is None
 
 
 if __name__ == "__main__":
