@@ -128,11 +128,19 @@ def test_a_second_interrupt_leaves_at_once(tiny_args: list[str], tmp_path: Path)
     slice_pid = json.loads((tmp_path / "runs/tiny/slices/0001/holder.json").read_text())["pid"]
     os.kill(slice_pid, signal.SIGSTOP)  # a slice that hangs does not answer the first
     chain.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    while not _awaits(slice_pid, signal.SIGTERM):
+        time.sleep(0.01)
     chain.send_signal(signal.SIGINT)
     _, err = chain.communicate(timeout=60)
     assert chain.returncode == 130, err
     assert not Path(f"/proc/{slice_pid}").exists()
+
+
+def _awaits(pid: int, number: int) -> bool:
+    """Whether a signal was sent to a stopped process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", status, flags=re.M)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in pending)
 
 
 def _start(args: list[str], cwd: Path) -> subprocess.Popen[str]:

@@ -8,6 +8,7 @@ import sys
 import tomllib
 import venv
 import zipfile
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -163,13 +164,22 @@ class Ground:
         return [event["step"] for event in self.events if event["event"] == "arrived"]
 
 
+def bare_image(folder: Path) -> Path:
+    """The Python of a new virtual environment with nothing but pip in it: the one that is here, which need not be
+    unpacked and compiled anew."""
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    pip = find_spec("pip")
+    assert pip is not None and pip.origin is not None
+    (packages / "pip").symlink_to(Path(pip.origin).parent)
+    return folder / "bin" / "python"
+
+
 @pytest.mark.real
 def test_an_empty_image_gets_hotlap_and_only_once(tmp_path: Path) -> None:
-    """A new virtual environment is the image: nothing but pip is in it. What is installed is this very hotlap, in the
-    versions that run here."""
-    venv.create(tmp_path / "image", with_pip=True, symlinks=True)
+    """What is installed is this very hotlap, in the versions that run here."""
     sent = parcel.pack()
-    with Ground(tmp_path, str(tmp_path / "image" / "bin" / "python")) as ground:
+    with Ground(tmp_path, str(bare_image(tmp_path / "image"))) as ground:
         # `train` would bring gigabytes; how hotlap arrives does not depend on it.
         plan = preparing.preparation(config_of(), sent, ground.volume_id, "img", TRAITS, extra="")
         look = (
