@@ -7,6 +7,7 @@ the seconds of importing are shared.
 Parent and zygote talk in JSON lines: {"argv", "patch", "out", "env"} in; {"pid"} and {"pid", "status"} out.
 """
 
+import gc
 import importlib
 import itertools
 import json
@@ -179,6 +180,8 @@ def _serve() -> None:
         torch.set_num_threads(1)
         base = hotlap.train.model.load_base(Path(sys.argv[1]))
         hotlap.train.model.load_base = lambda folder, *_: base
+    # What is imported is no garbage, and looking at it would have each slice copy the pages where it lies.
+    gc.freeze()
     for order in _orders():
         pid = os.fork()
         if pid == 0:
