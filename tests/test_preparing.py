@@ -8,6 +8,7 @@ import sys
 import tomllib
 import venv
 import zipfile
+from dataclasses import replace
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -187,7 +188,9 @@ def test_an_empty_image_gets_hotlap_and_only_once(tmp_path: Path) -> None:
         )
         install = plan.jobs[-1]
         argv = (*install.start.argv[:-1], json.dumps([["-c", look]]))
-        jobs = (*plan.jobs[:-1], with_argv(install, argv))
+        # Few of the modules are imported. By pip's own logic, 0 is what switches compiling off.
+        env = {**install.start.env, "PIP_NO_COMPILE": "0"}
+        jobs = (*plan.jobs[:-1], replace(install, start=replace(install.start, argv=argv, env=env)))
         ready = preparing.prepare(ground.launcher(), with_jobs(plan, jobs), ground.offers, lambda _end: None)
         assert ready.is_whole, (ready.leases[-1].end, ground.words)
         num_parts = len(plan.jobs) - 1
@@ -216,15 +219,7 @@ def test_an_empty_image_gets_hotlap_and_only_once(tmp_path: Path) -> None:
         assert second.cost != Amount()
 
 
-def with_argv(job: launcher.Job, argv: tuple[str, ...]) -> launcher.Job:
-    from dataclasses import replace
-
-    return replace(job, start=replace(job.start, argv=argv))
-
-
 def with_jobs(plan: preparing.Preparation, jobs: tuple[launcher.Job, ...]) -> preparing.Preparation:
-    from dataclasses import replace
-
     return replace(plan, jobs=jobs)
 
 
