@@ -89,8 +89,9 @@ class Stage:
         return self.folder.secret.read_bytes().strip()
 
 
-def start_study(folder: Path, num_judged: int) -> "subprocess.Popen[str]":
-    argv = [sys.executable, str(DRIVER), str(folder), str(num_judged)]
+def start_study(folder: Path, *numbers: int) -> "subprocess.Popen[str]":
+    """The driver with its numbers, in a process of its own."""
+    argv = [sys.executable, str(DRIVER), str(folder), *map(str, numbers)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 

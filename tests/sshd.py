@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ports import free_port
+
 from hotlap.cloud.local import LocalProvider
 from hotlap.config_cloud import SshConfig
 
@@ -28,9 +30,7 @@ class Box:
         self.home = folder / "box-home"
         for name in ("host", "login"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=30)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         host_key = (folder / "host.pub").read_text()
         (folder / "known").write_text(f"[127.0.0.1]:{port} {host_key}")
         (folder / "server").write_text(

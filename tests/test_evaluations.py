@@ -83,13 +83,15 @@ def test_samples_are_the_model_s_answers_and_change_nothing(
     assert [row["text"] for row in rows[-2:]] == [each["text"] for each in told]
 
 
-def test_samples_of_a_step_that_is_trained_again_are_written_once(zygote: Zygote, make_config: MakeConfig) -> None:
+def test_samples_of_a_step_that_is_trained_again_are_written_once(
+    zygote: Zygote, make_config: MakeConfig, tmp_path: Path
+) -> None:
     """A kill takes steps back; their samples go with them."""
     asking = {"every_steps": 1, "sample_prompts": ("q1",), "sample_tokens": 3}
     settings: dict[str, Any] = {"data__eval_examples": 6, "train__max_steps": 8, "eval": asking}
     whole, killed = make_config(run="whole", **settings), make_config(run="killed", **settings)
     assert finish(zygote, whole) == 1
-    process = zygote.start(killed, "patches:slow_steps")
+    process = zygote.start(killed, "patches:as_told", {"TEST_WAIT_BEFORE": f"7 {tmp_path / 'never'}"})
     process.wait_for("step", step=6)
     process.kill()
     process.wait()

@@ -238,15 +238,17 @@ def test_it_sees_no_other_process_and_cannot_signal_them(tmp_path: Path) -> None
 
 DAEMON = """
     import os, time
+    born, told = os.pipe()
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
             print("alive", flush=True)
             os.close(0), os.close(1), os.close(2)
+            os.write(told, b"1")
             time.sleep(600)
         os._exit(0)
     os.wait()
-    time.sleep(0.2)
+    os.read(born, 1)
 """
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ports import free_port
 from safetensors.numpy import save
 
 from hotlap import clock, durable, errors, guard
@@ -148,13 +149,6 @@ from hotlap.export import serve
 plan = serve.Plan("mine", Path("m"), port=int(sys.argv[1]))
 serve.run([sys.executable, *sys.argv[2:]], plan, float(60), lambda: print("ready", flush=True), print)
 """
-
-
-def free_port() -> int:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    port = server.server_address[1]
-    server.server_close()
-    return port
 
 
 def wait_for_line(process: "subprocess.Popen[str]", wanted: str) -> None:

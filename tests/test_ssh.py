@@ -54,7 +54,7 @@ def test_the_machine_ends_at_its_time_though_nobody_is_connected(box: Box, tmp_p
         "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nif os.fork() == 0: os.setsid()\n"
         "while True:\n    open(sys.argv[1], 'a').write(f'{os.getpid()}\\n')\n    time.sleep(0.05)\n"
     )
-    tags = Tags("0a" * 8, "me", "nonce", int(clock.wall_s()) + 4)
+    tags = Tags("0a" * 8, "me", "nonce", int(clock.wall_s()) + 10)
     machine = provider.create(OFFER, tags, Start((sys.executable, "-c", stubborn, str(signs))))
     folder = box.home / "rented" / "machines" / machine.machine_id
     _wait_until((folder / "dead.json").exists)

@@ -23,8 +23,8 @@ _SETTINGS: dict[str, Any] = {
     "dataset": str(DATASET),
     "data": {"seq_len": 256},
     "model": {"precision": "float32"},
-    "optim": {"lr": 1.5e-3, "warmup_steps": 2},
-    "train": {"epochs": 2.0},
+    "optim": {"lr": 2e-3, "warmup_steps": 2},
+    "train": {"epochs": 1.0},
     "checkpoint": {"every_s": 5.0},
     "seed": 6,
 }

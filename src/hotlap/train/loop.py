@@ -109,9 +109,10 @@ class Loop:
         model.load_parameters(self._model.saved, model.load_tensors(adapter), adapter)
         tensors = model.load_tensors(checkpoint.folder / OPTIMIZER_FILE)
         optim.load_state(self._optimizer, self._model.parameters, tensors)
+        here = versions()
         for what, then, now in (
             ("threads", facts["num_threads"], self._num_threads),
-            *((name, then, versions().get(name)) for name, then in facts["versions"].items()),
+            *((name, then, here.get(name)) for name, then in facts["versions"].items()),
         ):
             if then != now:
                 self._context.say(f"{what}: {then} before, {now} now. Training goes on, not promised bit for bit.")
