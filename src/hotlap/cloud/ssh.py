@@ -9,8 +9,10 @@ import json
 import shlex
 import subprocess
 import threading
+from dataclasses import replace
 from typing import Any
 
+from hotlap.cloud import local
 from hotlap.cloud.provider import (
     ANYWHERE,
     Listing,
@@ -26,20 +28,10 @@ from hotlap.cloud.provider import (
 from hotlap.config_cloud import SshConfig
 from hotlap.errors import AmbiguousCreate, ConfigError, NotCreated, ProviderFailed
 
-TRAITS = Traits(
-    name="ssh",
-    has_hard_ttl=True,
-    # As on this machine: the folder is removed by whoever saw that the whole process tree is reaped.
-    proof_listings=1,
-    proof_gap_s=0.0,
-    proof_s=60.0,
-    # A listing waits for whatever is being made there, so what is missing from it does not exist.
-    visibility_s=0.0,
-    poll_s=1.0,
-    provisioning_s=60.0,
-    needs_volume=False,
-    restarts=False,
-)
+TRAITS = replace(local.TRAITS, name="ssh", proof_s=60.0, poll_s=1.0, provisioning_s=60.0)
+"""As on this machine, but slower: a listing waits for whatever is being made there, so what is missing from it does
+not exist, and the folder is removed by whoever saw that the whole process tree is reaped."""
+
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 _PATIENCE_S = 60.0
 """For one request, `ssh` to answer; ending a machine waits until it is reaped."""
