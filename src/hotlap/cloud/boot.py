@@ -166,13 +166,9 @@ class Stops:
         self.is_asked = True
         self.tell_job()
 
-    def tell_job(self) -> None:
+    def tell_job(self, number: int = signal.SIGTERM) -> None:
         if self.group is not None:
-            _signal_group(self.group, signal.SIGTERM)
-
-    def kill_job(self) -> None:
-        if self.group is not None:
-            _signal_group(self.group, signal.SIGKILL)
+            _signal_group(self.group, number)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -191,7 +187,7 @@ def main(argv: Sequence[str]) -> None:
         try:
             result = _run_job(argv, orders, deadline_s, boot_id, speaker, stops)
         except Exception as error:  # noqa: BLE001  (a boot that dies is started again, and nobody hears why)
-            stops.kill_job()
+            stops.tell_job(signal.SIGKILL)
             message = f"Boot itself failed, which is a bug: {type(error).__name__}: {error}."
             result = {"exit_code": 1, "reason": "unexpected", "message": message}
         speaker.say(event_line("result", **{**result, "boot_id": boot_id}))
