@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -280,9 +281,13 @@ def test_a_score_below_the_target_on_a_rented_machine_fails_exits_8_and_is_taken
 
 
 def test_runs_of_other_code_do_not_count(contest: Path, tmp_path: Path) -> None:
-    folder = written_submission(contest, "raise SystemExit(4)\n")
-    entry, out = submission.load(folder, micro(contest)), tmp_path / "out"
-    verify.measure(entry, micro(contest), 1, out, sources(), no_talk)
+    """A run as it was finished and kept, and its code beside it; then the submission is edited."""
+    folder, out = written_submission(contest, "raise SystemExit(4)\n"), tmp_path / "out"
+    shutil.copytree(folder, out / "code")
+    (out / "run-1").mkdir()
+    (out / "run-1" / "result.json").write_text(json.dumps(run_of(1, 0.9, 10.0)))
+    entry = submission.load(folder, micro(contest))
+    assert len(verify.measure(entry, micro(contest), 1, out, sources(), no_talk)["runs"]) == 1
     (folder / "train.py").write_text("raise SystemExit(5)\n")
     edited = submission.load(folder, micro(contest))
     with pytest.raises(RunChanged, match="holds runs of other code"):

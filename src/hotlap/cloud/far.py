@@ -15,7 +15,6 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Generator
@@ -77,7 +76,8 @@ def _get(_provider: LocalProvider, order: Order) -> Any:
 def _send_file(order: Order) -> None:
     with _home().place(order["key"]).open("rb") as file:
         file.seek(order["begin"])
-        shutil.copyfileobj(file, sys.stdout.buffer)
+        while chunk := file.read(CHUNK_BYTES):
+            sys.stdout.buffer.write(chunk)
 
 
 def _put(_provider: LocalProvider, order: Order) -> Any:
