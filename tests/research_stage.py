@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from processes import command_lines
+
 from hotlap import durable
 from hotlap.clock import Deadline
 from hotlap.research import claim, plan, study
@@ -98,15 +100,8 @@ def start_study(folder: Path, *numbers: int) -> "subprocess.Popen[str]":
 
 def living_trials(folder: StudyFolder) -> list[str]:
     """Command lines of processes that work on a trial of this study."""
-    found: list[str] = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if any(word.startswith(str(folder.trials.absolute())) for word in words):
-            found.append(" ".join(words))
-    return found
+    place = str(folder.trials.absolute())
+    return [" ".join(words) for _, words in command_lines() if any(word.startswith(place) for word in words)]
 
 
 def essence(rows: Sequence[Row]) -> list[tuple[Any, ...]]:

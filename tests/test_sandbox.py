@@ -13,6 +13,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+from processes import command_lines
 
 from hotlap import clock
 from hotlap.errors import Refused
@@ -417,15 +418,8 @@ def test_a_killed_caller_leaves_nothing_running(tmp_path: Path) -> None:
     assert not _with_argument(marker)
 
 
-def _with_argument(marker: str) -> list[str]:
-    found: list[str] = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if marker.encode() in path.read_bytes().split(b"\0"):
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
+def _with_argument(marker: str) -> list[int]:
+    return [pid for pid, words in command_lines() if marker in words]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="whoever is not root runs every other test this way")

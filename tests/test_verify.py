@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -199,14 +200,36 @@ def test_what_fails_a_submission(contest: Path) -> None:
     assert "002-bob (fail)" in (contest / "records" / "LEADERBOARD.md").read_text()
 
 
-def test_a_score_below_the_target_fails_and_exits_8(contest: Path) -> None:
+def test_a_score_below_the_target_on_a_rented_machine_fails_exits_8_and_is_taken_into_the_records(
+    contest: Path, tmp_path: Path
+) -> None:
+    """From elsewhere than the contest's folder, as a user types it."""
     folder = written_submission(contest, writing("write(0.001)\n"))
-    command = [sys.executable, "-m", "hotlap", "speedrun", "verify", str(folder), "--runs", "1"]
-    done = subprocess.run(command, cwd=contest, capture_output=True, text=True, timeout=300)
+    words = ["speedrun", "verify", str(folder), "--runs", "1", "--on", "local", "--contest", str(contest)]
+    command = [sys.executable, "-m", "hotlap", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 8, done.stderr
     assert done.stdout.startswith("fail: ")
     assert done.stderr.splitlines()[-1].startswith("hotlap: exit 8 fail: run 1: ")
     assert "sandbox active: filesystem, network, processes, privileges, limits" in done.stderr
+    assert "is proven dead" in done.stderr
+    (row,) = records.read(contest, micro(contest))
+    assert row["verdict"] == "fail" and replay.replay(contest / row["report"])["verdict"] == "fail"
+    assert records.check(contest) == []
+
+
+def test_runs_of_other_code_do_not_count(contest: Path, tmp_path: Path) -> None:
+    """A run as it was finished and kept, and its code beside it; then the submission is edited."""
+    folder, out = written_submission(contest, "raise SystemExit(4)\n"), tmp_path / "out"
+    shutil.copytree(folder, out / "code")
+    (out / "run-1").mkdir()
+    (out / "run-1" / "result.json").write_text(json.dumps(run_of(1, 0.9, 10.0)))
+    entry = submission.load(folder, micro(contest))
+    assert len(verify.measure(entry, micro(contest), 1, out, sources(), no_talk)["runs"]) == 1
+    (folder / "train.py").write_text("raise SystemExit(5)\n")
+    edited = submission.load(folder, micro(contest))
+    with pytest.raises(RunChanged, match="holds runs of other code"):
+        verify.measure(edited, micro(contest), 2, out, sources(), no_talk)
 
 
 def test_a_run_sees_the_public_layout_and_no_test_rows(contest: Path) -> None:
