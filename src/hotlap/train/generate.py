@@ -15,13 +15,14 @@ from typing import Any
 
 from peft import PeftModel
 
+from hotlap import child
 from hotlap.config import ModelConfig
 from hotlap.data.readers import Message
 from hotlap.data.render import Renderer
 from hotlap.errors import DONE, AuditFailed, BadData, HotlapError
 from hotlap.train.answer import answer, text_of
 from hotlap.train.base import FLOAT32, load_base
-from hotlap.train.channel import die_with_parent, events, say
+from hotlap.train.channel import events, say
 from hotlap.train.model import ADAPTER_CONFIG_FILE
 
 
@@ -43,7 +44,7 @@ class Order:
 def main() -> None:
     """Answer the prompts of the order in the first argument, and end the process with the result's exit code."""
     emit = events()
-    die_with_parent()
+    child.die_with_parent()
     fields: dict[str, Any] = json.loads(sys.argv[1])
     adapter = fields["adapter"] and Path(fields["adapter"])
     template = fields.get("chat_template") and Path(fields["chat_template"])
