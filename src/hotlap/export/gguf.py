@@ -190,6 +190,7 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any], kind: str, source
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_name(source.parent.parent.name or source.name)
     writer.add_file_type(_TYPES[kind][1])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
