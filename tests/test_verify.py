@@ -15,7 +15,7 @@ from contest import PUBLIC, changed_track, micro, micro_contest, run_of, writing
 from hotlap import durable
 from hotlap.cli import cli
 from hotlap.errors import CorruptFile, Refused, RunChanged, RunLocked, UsageError
-from hotlap.speedrun import records, replay, track, verify
+from hotlap.speedrun import records, replay, submission, track, verify
 from hotlap.speedrun.attempt import Sources
 
 pytestmark = [pytest.mark.long, pytest.mark.torch]

@@ -19,6 +19,8 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 _SVG_DASHES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D")
 _STYLE = {"svg.hashsalt": "hotlap", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
+_WIDTH, _WIDTH_OF_SEVERAL = 7.0, 4.0
+"""Of a picture, in inches."""
 _MOST_POINTS = 2000
 _MOST_ROWS = 400
 
@@ -122,27 +124,36 @@ class Chart:
 
     def svg(self) -> bytes:
         """The same bytes for the same numbers."""
-        with matplotlib.rc_context(_STYLE):
-            figure = Figure(figsize=(7, 3.6), layout="constrained")
-            axes = figure.subplots()
-            axes.set(title=_plain(self.title), xlabel=_plain(self.x), ylabel=_plain(self.y))
-            names = self._names() if self.has_names else []
-            bottom: dict[Any, float] = {}
-            for number, line in enumerate(self.lines):
-                _draw(axes, line, number, names, bottom)
-            if names:
-                shown = range(0, len(names), -(-len(names) // 12))
-                axes.set_xticks(list(shown), [_plain(names[place]) for place in shown], rotation=20, ha="right")
-            if self.is_log:
-                axes.set_xscale("log")
-            for name, y in self.limits:
-                axes.axhline(y, color=COLORS[4], linestyle=":", linewidth=1)
-                axes.annotate(_plain(name), (0.01, y), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=7, frameon=False)
-            out = io.BytesIO()
-            figure.savefig(out, format="svg", metadata={"Date": None})
-            return out.getvalue()
+        return svg_of([self])
+
+    def draw_on(self, axes: Any) -> None:
+        axes.set(title=_plain(self.title), xlabel=_plain(self.x), ylabel=_plain(self.y))
+        names = self._names() if self.has_names else []
+        bottom: dict[Any, float] = {}
+        for number, line in enumerate(self.lines):
+            _draw(axes, line, number, names, bottom)
+        if names:
+            shown = range(0, len(names), -(-len(names) // 12))
+            axes.set_xticks(list(shown), [_plain(names[place]) for place in shown], rotation=20, ha="right")
+        if self.is_log:
+            axes.set_xscale("log")
+        for name, y in self.limits:
+            axes.axhline(y, color=COLORS[4], linestyle=":", linewidth=1)
+            axes.annotate(_plain(name), (0.01, y), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7, frameon=False)
+
+
+def svg_of(charts: Sequence[Chart]) -> bytes:
+    """Charts side by side in one picture: the same bytes for the same numbers."""
+    with matplotlib.rc_context(_STYLE):
+        width = _WIDTH if len(charts) == 1 else _WIDTH_OF_SEVERAL * len(charts)
+        figure = Figure(figsize=(width, 3.6), layout="constrained")
+        for chart, axes in zip(charts, figure.subplots(1, len(charts), squeeze=False)[0], strict=True):
+            chart.draw_on(axes)
+        out = io.BytesIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+        return out.getvalue()
 
 
 def _limit_line() -> dict[str, Any]:

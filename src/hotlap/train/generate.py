@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotlap import child
 from hotlap.config import ModelConfig
 from hotlap.data.readers import Message
 from hotlap.data.render import Renderer
 from hotlap.errors import DONE, AuditFailed, BadData, HotlapError
 from hotlap.train.base import FLOAT32, load_base
-from hotlap.train.channel import die_with_parent, events, say
+from hotlap.train.channel import events, say
 from hotlap.train.lean import lean_imports
 
 
@@ -41,7 +42,7 @@ class Order:
 def main() -> None:
     """Answer the prompts of the order in the first argument, and end the process with the result's exit code."""
     emit = events()
-    die_with_parent()
+    child.die_with_parent()
     fields: dict[str, Any] = json.loads(sys.argv[1])
     adapter = fields["adapter"] and Path(fields["adapter"])
     template = fields.get("chat_template") and Path(fields["chat_template"])

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from hotlap import clock, durable, guard, runs
+from hotlap import child, clock, durable, guard, runs
 from hotlap.config import RunConfig, load_run_json
 from hotlap.errors import DONE, SLICE_OVER, HotlapError, RunLocked, StorageFailed
-from hotlap.train.channel import die_with_parent, events, say
+from hotlap.train.channel import events, say
 from hotlap.train.context import Context
 from hotlap.train.lean import lean_imports
 from hotlap.train.stop import GivenUp, StopSignals
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None, draw_seed: Callable[[], int] = lambda: s
     deadline = clock.Deadline(order.get("deadline_at_s") or started_s + config.slice.cap_s)
     stop = StopSignals(config.slice.grace_s)
     stop.install()
-    die_with_parent()
+    child.die_with_parent()
     # The parent is the watchdog. Should it be gone, this ends a hung slice without needing the interpreter.
     faulthandler.dump_traceback_later(deadline.remaining_s() + _LAST_RESORT_S, exit=True)
     context = Context(config, deadline, stop, Timeline(started_s), events(), say, draw_seed)
