@@ -121,7 +121,7 @@ class Bench:
                 "leftover_s": phases_s, "ended_before_cap_s": left_s, "num_steps": timeline["num_steps"]}  # fmt: skip
 
     def large_adapter(self) -> dict[str, Any]:
-        """Seconds of resuming, of the publish at the end of a slice, and for which a publish behind the steps holds them
+        """Seconds of resuming, of the publish at the end of a slice, and for which one behind the steps holds them
         up, at about 20 million parameters."""
         one_rank = shape_of(self.model).num_adapter_parameters(LoraConfig(rank=1))
         rank = round(LARGE_ADAPTER / one_rank)

@@ -58,7 +58,8 @@ class EvalConfig(Config):
     """Stop early: the run is done after so many evaluations in a row without a lower `val_loss`. Absent: never."""
 
     sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Prompts that are answered at every evaluation, with the most likely words, into the run's `samples.jsonl`."""
+    """Prompts that are answered before the first step and at every evaluation, with the most likely words, into the
+    run's `samples.jsonl`."""
 
     sample_tokens: int = Field(default=64, ge=1)
     """Longest such answer in tokens."""

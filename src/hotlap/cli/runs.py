@@ -72,6 +72,8 @@ def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
     console = Console(highlight=False)
     console.width = console.width if console.is_terminal else 240
     console.print(table)
+    if not rows:
+        console.print("none")
 
 
 def _cell(value: Any) -> str:

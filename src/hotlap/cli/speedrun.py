@@ -97,6 +97,7 @@ def new_track(
 ) -> None:
     """Make a track of your own data, and freeze it. Without --data: freeze a folder whose spec.toml you wrote."""
     from hotlap.speedrun import new_track as maker
+    from hotlap.speedrun import records as book
 
     contest = contest.absolute()
     if data is None:
@@ -105,6 +106,7 @@ def new_track(
         raise click.UsageError("--data needs --target: what a run has to reach.")
     else:
         made = maker.make(contest, track_id, data, metric, target, base_model, threads, say)
+    book.write_tables(contest)
     click.echo(f"{made.name} {made.sha256}")
 
 

@@ -60,7 +60,8 @@ def _choose_attention(adapted: model.AdaptedModel, precision: str, context: Cont
             if wanted != "auto":
                 raise
             why = f"{error} A mask blocks attention between packed examples now."
-    context.say(why)
+    if why is not None:
+        context.say(why)
 
 
 def num_tokens_needed(opened: OpenedRun) -> int:
