@@ -119,11 +119,11 @@ def session_in_words(path: Path, work: Work, offers: "Sequence[Offer]", place: P
 
     study = space.load_study(path).study
     found = simulate.forecast(study, None, _SESSION, 0.0, 400)
-    trial_s = study.budget_s + study.setup_s
+    trial_s = simulate.seconds_of_a_trial(study, None)
     per_machine = (
         max(1, int((work.job.cap_s - errands.START_S - study.deadline_s + trial_s) // trial_s)) * study.workers
     )
-    num_runs = math.ceil(found["session_s"] * study.workers / trial_s)
+    num_runs = found["num_runs"]
     num_machines = math.ceil(num_runs / per_machine)
     ttl_s = plan_of(work.job, place.provider.traits).ttl_s
     rate = worst_rate(max((rate_of(offer) for offer in offers), key=lambda rate: rate.usd_micros_per_hour))
