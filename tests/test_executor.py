@@ -28,7 +28,8 @@ CASES: list[tuple[ChildEnd, dict[str, Any] | None, bool, str, str | None]] = [
     (end(-signal.SIGKILL), None, True, "oom", "OutOfMemoryKiller"),
     (end(-signal.SIGKILL), None, False, "killed", "SIGKILL"),
     (end(-signal.SIGABRT), GOOD, False, "crash", "SIGABRT"),
-    (end(2), GOOD, False, "crash", "Exit2"),
+    (end(1), GOOD, False, "crash", "Exit1"),
+    (end(2), GOOD, False, "refused", "OrderRefused"),
     (end(0), None, False, "crash", "NoResult"),
     (end(0), {"status": "splendid"}, False, "crash", "NoResult"),
     (end(0), {"status": "oom", "error_class": "OutOfMemoryError"}, False, "oom", "OutOfMemoryError"),
@@ -74,3 +75,15 @@ def test_workers_keep_to_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
     assert shares_of_cores(1) == [frozenset()]
     with pytest.raises(executor.ConfigError, match="5 cores"):
         shares_of_cores(6)
+
+
+def test_the_driver_and_the_power_limit_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program stands in for `nvidia-smi`, and answers as it does."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\n[ "$1" = "--id=3" ] && echo "570.86.15, 700.00"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert executor.gpu_facts() == {"driver": "570.86.15", "power_w": 700.0}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    assert executor.gpu_facts() == {"driver": None, "power_w": None}

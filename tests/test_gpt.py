@@ -200,6 +200,16 @@ def test_splits_share_nothing_and_take_turns(gpt: ModuleType) -> None:
     assert lock == [*range(92_048, 94_096), *range(96_144, 98_192)]
 
 
+def test_a_text_whose_end_repeats_its_beginning_is_refused(gpt: ModuleType, tmp_path: Path) -> None:
+    dice = random.Random(0)
+    text = "".join(dice.choice("abcdefgh ") for _ in range(30_000))
+    (tmp_path / "once.txt").write_text(text + text[:2000][::-1] + "".join(dice.choice("abc") for _ in range(12_000)))
+    (tmp_path / "twice.txt").write_text(text + text)
+    assert gpt.load(str(tmp_path / "once.txt")).num_symbols == 9
+    with pytest.raises(gpt.Refused, match="to validate on are in the text to train on"):
+        gpt.load(str(tmp_path / "twice.txt"))
+
+
 def test_an_epoch_shows_every_window_once_and_nothing_of_the_validation_text(gpt: ModuleType) -> None:
     import numpy as np
 

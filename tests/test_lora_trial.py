@@ -12,20 +12,23 @@ from safetensors.numpy import load_file
 
 from hotlap import durable
 from hotlap.config import RunConfig
+from hotlap.data.prepare import Places, prepare
+from hotlap.errors import ConfigError
 from hotlap.research import lora
 from hotlap.research.executor import ask_axes
 
 CONFIG = {name: axis["default"] for name, axis in lora.AXES.items()} | {"lr": 1e-2, "rank": 4, "seq_len": 64}
 
 
-def rows(count: int) -> list[dict[str, str]]:
-    return [{"prompt": f"q{number}", "completion": "é" * (1 + number % 3)} for number in range(count)]
+def rows(count: int, first: int = 0) -> list[dict[str, str]]:
+    numbers = range(first, first + count)
+    return [{"prompt": f"q{number}", "completion": "é" * (1 + number % 3)} for number in numbers]
 
 
 @pytest.fixture
 def order(tiny_model: Path, tmp_path: Path) -> dict[str, object]:
     write_jsonl(tmp_path / "train.jsonl", rows(24))
-    write_jsonl(tmp_path / "held.jsonl", rows(7))
+    write_jsonl(tmp_path / "held.jsonl", rows(7, first=24))
     (tmp_path / "run.toml").write_text(
         f'base_model = "{tiny_model}"\ndataset = "train.jsonl"\n[data]\neval_dataset = "held.jsonl"\n'
     )
@@ -74,6 +77,8 @@ def test_one_model_scored_on_two_splits(order: dict[str, object], tmp_path: Path
     assert result["floors"] == {"untrained": pytest.approx(floor)}
     moved = load_file(calibration / "adapter" / "adapter_model.safetensors")
     assert max(float(abs(moved[name]).max()) for name in moved if "lora_B" in name) < 1e-20, "the base model is scored"
+    (size,) = lora.sizes(tmp_path / "run.toml", [CONFIG])
+    assert size["params"] == sum(tensor.size for tensor in moved.values()) and size["expected_mem_mb"] > 380
 
 
 @pytest.mark.torch
@@ -81,6 +86,16 @@ def test_a_run_that_diverges_is_a_status(order: dict[str, object]) -> None:
     result = run_trial(order | {"config": CONFIG | {"lr": 1e30, "warmup": 0.0}, "splits": ["search"]})
     assert result["status"] in ("nan", "diverged") and "slice ended" in str(result["error_tail"])
     assert "val_search_nats_per_byte" not in result
+
+
+def test_an_example_that_is_trained_and_held_out_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    train, held_out = write_jsonl(tmp_path / "train.jsonl", rows(8)), write_jsonl(tmp_path / "held.jsonl", rows(2, 7))
+    config = RunConfig.model_validate({"base_model": "m", "dataset": "d", "data": {"eval_dataset": "h", "seq_len": 64}})
+    packing = prepare(config, 1, Places(train, held_out), tiny_model, lambda _words: None)
+    assert packing.held_out is not None
+    packed = {"train": packing.train.fingerprint, "held_out": packing.held_out.fingerprint}
+    with pytest.raises(ConfigError, match="1 of 2 held-out examples stand among the trained ones"):
+        lora.require_unseen(packed)
 
 
 def test_every_axis_reaches_the_run(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_the_page_s_study_loads_and_its_commands_parse(tmp_path: Path) -> None:
     file = load_study(tmp_path / "study.toml")
     assert file.study.name == "lr-20s" and file.start == {"lr": 1e-3} and file.range["lr"].high == 2e-2
     lines = re.findall(r"^\$ hotlap research (.*)$", text, flags=re.M)
-    assert len(lines) == 5
+    assert len(lines) == 6
     for line in lines:
         words = shlex.split(line, comments=True)
         name, args = (words[0], words[1:]) if words[0] in research.commands else ("run", words)

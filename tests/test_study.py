@@ -327,3 +327,53 @@ def test_the_day_has_an_end(tmp_path: Path) -> None:
     assert stage.act(lambda history, secret: plan.next_in_search(history, secret, day, 50)) == "day"
     assert stage.history.num_started == 5
     assert stage.act(lambda history, secret: plan.next_in_search(history, secret, "2099-01-01", 1)) == "trials"
+
+
+def test_an_order_that_the_trial_refuses_is_told_at_once(tmp_path: Path) -> None:
+    stage = Stage(make_study(tmp_path))
+    (tmp_path / "wish").write_text("refuse")
+    with pytest.raises(ConfigError, match=r"refuses its order \(error: no such text\)"):
+        stage.search(1)
+    assert [(row["status"], row["error_class"]) for row in stage.rows if row["kind"] == "run"] == [
+        ("refused", "OrderRefused")
+    ]
+
+
+def test_a_candidate_that_fails_while_it_is_proven_is_no_record(tmp_path: Path) -> None:
+    settings = {"acceptance": "naive", "proposer": "sweep1", "placebo_every": 1000, "axes": ["x0"]}
+    stage = Stage(make_study(tmp_path, noise=0.0, **settings, baseline_runs=1))
+    stage.search(1)
+    (tmp_path / "wish").write_text("nan")
+    with pytest.raises(Undecided, match=r"its run r\d+ ended nan, where a record never fails"):
+        stage.verify()
+    (tmp_path / "wish").unlink()
+    with pytest.raises(Undecided, match="a record never fails"):
+        stage.verify()
+    assert stage.history.verified is None
+
+
+def test_a_closed_study_can_be_checked_from_its_journal_alone_and_never_goes_on(tmp_path: Path) -> None:
+    stage = Stage(make_study(tmp_path, noise=0.0, baseline_runs=1, proposer="sweep1", axes=["x0"], start="x1 = 0.5"))
+    stage.search(1)
+    secret = stage.secret
+    assert stage.opened(lambda opened: opened.close()) == "closed"
+    stage.folder.secret.unlink()
+    assert stage.folder.read_secret(stage.history) == secret
+    assert replay.disagreements(stage.rows, secret) == []
+    rows = json.loads(json.dumps(stage.rows))
+    next(row for row in rows if row["kind"] == "started")["seed_init"] += 1
+    assert replay.disagreements(rows, secret) == ["r000001: its seeds are not the study's"]
+    with pytest.raises(UsageError, match="was closed"):
+        stage.search(2)
+    assert stage.rows[0]["rule"]["confirm"] == 1.0 and stage.rows[0]["data_sha256"]
+
+
+def test_a_program_may_write_anything(tmp_path: Path) -> None:
+    """What is of another kind than it should be is not known; the board is still made."""
+    stage = Stage(make_study(tmp_path, baseline_runs=1, proposer="sweep1", axes=["x0"]))
+    (tmp_path / "wish").write_text("odd")
+    assert stage.search(1) == "trials"
+    row = next(row for row in stage.rows if row["kind"] == "run")
+    assert row["status"] == "ok"
+    assert [row[name] for name in ("machine", "validity", "params", "steps")] == [None] * 4
+    assert (stage.folder.path / "LEADERBOARD.md").exists()

@@ -19,7 +19,7 @@ BEST = [0.3, 0.7, 0.5, 0.6, 0.4, 0.45, 0.55, 0.5]
 FLOOR = 2.0
 TRICKS = (
     *("none", "nan", "inf", "huge", "nan_score", "zero", "crash", "hang", "sigkill", "memory", "no_score"),
-    *("no_result", "disturbed", "diverged", "segfault", "no_lock", "bytes"),
+    *("no_result", "disturbed", "diverged", "segfault", "no_lock", "bytes", "odd", "refuse"),
 )
 
 
@@ -53,6 +53,9 @@ def main(order_path: str) -> None:
 def finish(order: dict[str, Any], trick: str, loss: float, config: dict[str, Any]) -> None:
     if trick == "crash":
         raise RuntimeError("this trial crashes")
+    if trick == "refuse":
+        print("error: no such text", file=sys.stderr)
+        sys.exit(2)
     if trick == "hang":
         time.sleep(3600)
     if trick == "sigkill":
@@ -91,6 +94,8 @@ def finish(order: dict[str, Any], trick: str, loss: float, config: dict[str, Any
         "data": {"sha256": "0" * 64},
         "config": config,
     }
+    if trick == "odd":  # as somebody's own program may write it
+        result |= {"machine": "mine", "validity": [], "floors": {"bigram": "low"}, "params": "many", "steps": True}
     line = json.dumps(result)
     out = Path(order["out"])
     staged = out.with_suffix(".part")

@@ -24,11 +24,12 @@ _REASONS = {
     "stopped": "stopped; the same command goes on",
     "interrupted": "ended at the second Ctrl-C; the same command goes on",
     "judged": "judged",
+    "closed": "closed; its secret stands in the journal, and nobody can go on with it",
 }
 _BOOT_S = 30.0
 """Of a rented machine's slice, what passes before its first trial."""
 
-_DRAWING_SHARE = 20
+_DRAWING_SHARE = 10
 """The charts rest this many times as long as they took to draw."""
 
 _EXITS = {"time": (75, "slice_over"), "stopped": (75, "stopped"), "interrupted": (130, "interrupted")}
@@ -301,7 +302,7 @@ def replay(study: Path, output_dir: Path, rule: str | None, as_json: bool) -> No
             print_table(rows, tuple(rows[0]))
         click.echo(", ".join(f"{name} {value:.4g}" for name, value in summary.items()))
         return
-    found = replays.disagreements(durable.read_rows(folder.journal), folder.secret.read_bytes().strip())
+    found = replays.disagreements(durable.read_rows(folder.journal), folder.read_secret(history))
     stale = replays.stale_files(folder, history)
     if found or stale:
         raise CorruptFile(
@@ -312,6 +313,23 @@ def replay(study: Path, output_dir: Path, rule: str | None, as_json: bool) -> No
     click.echo(
         json.dumps(answer) if as_json else f"{len(history.decisions)} decisions and the board follow from the journal"
     )
+
+
+@research.command(
+    epilog="""\b
+Example:
+  hotlap research close lr
+"""
+)
+@_study
+@_output_dir
+@_as_json
+def close(study: Path, output_dir: Path, as_json: bool) -> int:
+    """End a study for good, and write its secret into the journal: `replay` then needs the journal alone.
+
+    Whoever knows the secret can foresee every seed, so nothing is run in the study afterwards.
+    """
+    return _act(study, output_dir, as_json, lambda opened: opened.close())
 
 
 def _folder_of(study: Path, output_dir: Path) -> "StudyFolder":

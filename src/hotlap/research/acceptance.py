@@ -10,10 +10,10 @@ drawn towards a prior that counts as four more runs.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from statistics import NormalDist, fmean
-from typing import Literal
+from typing import Any, Literal
 
 RULE_VERSION = 1
 
@@ -56,6 +56,18 @@ class Rule:
 TWO_RUN = Rule("two_run", screen=0.5, confirm=1.0)
 NAIVE = Rule("naive", screen=0.0, confirm=None)
 RULES: Mapping[str, Rule] = {rule.name: rule for rule in (TWO_RUN, NAIVE)}
+
+
+def parameters(rule: Rule) -> dict[str, Any]:
+    """All numbers that decisions depend on, for a study's first row."""
+    return {
+        **asdict(rule),
+        "looks": {str(pairs): z for pairs, z in LOOKS.items()},
+        "prior": {"runs": PRIOR_RUNS, "ratio": dict(PRIOR_RATIO)},
+        "noisiest_ratio": NOISIEST_RATIO,
+        "sentinels_kept": SENTINELS_KEPT,
+        "drift_sigmas": _DRIFT_SIGMAS,
+    }
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ def _all_rows(history: History) -> list[Row]:
 def floors(history: History) -> dict[str, float]:
     """What counting alone reaches on this text, nats per byte."""
     known = next((run.row["floors"] for run in history.runs if run.status == OK and run.row["floors"]), {})
-    return {name: value for name, value in known.items() if value is not None}
+    return {name: value for name, value in known.items() if isinstance(value, int | float)}
 
 
 def _told(row: Row, history: History) -> dict[str, Any]:

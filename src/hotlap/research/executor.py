@@ -21,27 +21,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hotlap import child, clock, durable
-from hotlap.errors import INTERRUPTED, OVERRAN, ConfigError
+from hotlap.errors import INTERRUPTED, OVERRAN, ConfigError, UsageError
 from hotlap.research.history import OK, Row
 
+TABLES = ("floors", "validity", "machine", "data")
 NUMBERS = (
-    *("val_search_nats_per_byte", "val_search_bpb", "val_lock_nats_per_byte", "train_loss_ema"),
-    *("val_tokens", "val_bytes", "floors", "budget_s", "charged_s", "wall_s", "cpu_s", "setup_s", "warm_s", "eval_s"),
-    *("total_s", "steps", "tokens", "tokens_per_s", "step_ms_p20", "step_ms_p50", "step_ms_p95", "epochs", "params"),
-    *(
-        "params_active",
-        "flops_per_token",
-        "expected_mem_mb",
-        "mfu",
-        "peak_mem_mb",
-        "lr_at_end",
-        "grad_norm_p50",
-        "grad_norm_p99",
-        "loss_curve",
-    ),
-    *("validity", "machine", "data"),
+    *("val_search_nats_per_byte", "val_search_bpb", "val_lock_nats_per_byte", "train_loss_ema", "val_tokens"),
+    *("val_bytes", "budget_s", "charged_s", "wall_s", "cpu_s", "setup_s", "compile_s", "warm_s", "eval_s", "total_s"),
+    *("steps", "tokens", "tokens_per_s", "step_ms_p20", "step_ms_p50", "step_ms_p95", "epochs", "params"),
+    *("params_active", "flops_per_token", "expected_mem_mb", "mfu", "peak_mem_mb", "lr_at_end", "grad_norm_p50"),
+    *("grad_norm_p99", "loss_curve", *TABLES),
 )
-"""What a run's row takes over from the trial's result; null where there is none."""
+"""What a run's row takes over from the trial's result; null where there is none, or something of another kind."""
 
 _OWN_STATUSES = frozenset((OK, "nan", "diverged", "oom", "crash"))
 _TAIL_CHARS = 2000
@@ -51,6 +42,7 @@ _PROBE_FLOPS = 2 * 256**3
 _THROTTLED_SHARE = 0.02
 _AXES_S = 120.0
 _GIT_S = 10.0
+_SMI_S = 10.0
 _NO_DISTURBANCE = {"uneven_steps", "zero_loss"}
 """Flags of a result that do not say that the machine was busy with something else."""
 
@@ -251,7 +243,9 @@ def _read_result(path: Path) -> Row | None:
         result = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return result if isinstance(result, dict) else None
+    if not isinstance(result, dict):
+        return None
+    return {**result, **{name: _of_its_kind(name, finite(result.get(name))) for name in TABLES}}
 
 
 def status_of(end: child.ChildEnd, result: Row | None, was_oom_killed: bool) -> tuple[str, str | None]:
@@ -264,6 +258,8 @@ def status_of(end: child.ChildEnd, result: Row | None, was_oom_killed: bool) -> 
         return "oom", "OutOfMemoryKiller"
     if end.exit_code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT):
         return "killed", signal.Signals(-end.exit_code).name
+    if end.exit_code == UsageError.exit_code:
+        return "refused", "OrderRefused"
     if end.exit_code != 0:
         return "crash", signal.Signals(-end.exit_code).name if end.exit_code < 0 else f"Exit{end.exit_code}"
     if result is None or result.get("status") not in _OWN_STATUSES:
@@ -285,21 +281,40 @@ def disturbances(validity: Mapping[str, Any] | None) -> list[str]:
 
 
 def _flags(result: Mapping[str, Any]) -> list[str]:
-    validity = result.get("validity") or {}
-    return list(validity.get("flags") or [])
+    flags = (result.get("validity") or {}).get("flags")
+    return [str(flag) for flag in flags] if isinstance(flags, list) else []
 
 
 def _fields(end: child.ChildEnd, result: Row | None, status: str, error_class: str | None) -> Row:
     known = result or {}
-    fields: Row = {name: finite(known.get(name)) for name in NUMBERS}
+    fields: Row = {name: _of_its_kind(name, finite(known.get(name))) for name in NUMBERS}
     if status != OK:
         # A failed run has no score, whatever it printed: one that ranks would be the best, or the worst, for ever.
         fields |= {"val_search_nats_per_byte": None, "val_search_bpb": None, "val_lock_nats_per_byte": None}
     elif fields["val_search_nats_per_byte"] is not None:
         fields["val_search_nats_per_byte"] = float(fields["val_search_nats_per_byte"])
     fields |= {"total_s": round(end.wall_s, 3), "mfu": mfu_of(fields)}
+    if fields["machine"] is not None:
+        fields["machine"] |= gpu_facts() if fields["machine"].get("gpu") else dict.fromkeys(("driver", "power_w"))
     tail = None if status == OK else str(known.get("error_tail") or end.last_words)[-_TAIL_CHARS:]
     return {**fields, "status": status, "exit_code": end.exit_code, "error_class": error_class, "error_tail": tail}
+
+
+def _of_its_kind(name: str, value: Any) -> Any:
+    """A program of the user's may write anything."""
+    kind = dict if name in TABLES else list if name == "loss_curve" else (int, float)
+    return value if isinstance(value, kind) and not isinstance(value, bool) else None
+
+
+def gpu_facts() -> Row:
+    """Driver and power limit, in watts, of the GPU that children see first; null where `nvidia-smi` does not tell."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    query = [f"--id={visible}", "--query-gpu=driver_version,power.limit", "--format=csv,noheader,nounits"]
+    with suppress(OSError, ValueError, subprocess.TimeoutExpired):
+        done = subprocess.run(["nvidia-smi", *query], capture_output=True, text=True, timeout=_SMI_S)
+        driver, power_w = done.stdout.split(",")
+        return {"driver": driver.strip(), "power_w": float(power_w)}
+    return dict.fromkeys(("driver", "power_w"))
 
 
 def mfu_of(fields: Row) -> float | None:

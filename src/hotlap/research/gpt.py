@@ -1,7 +1,6 @@
 """A small GPT trained from scratch for a fixed number of charged seconds: one file, one run, one JSON result.
 
-It stands alone and reads from top to bottom; `docs/gpt.md` says how to use it. Letters in the names of tensors: B rows,
-T positions, D model width, V symbols.
+It stands alone and reads from top to bottom (usage: `docs/gpt.md`). Suffixes: B rows, T positions, D width, V symbols.
 """
 
 import argparse
@@ -28,12 +27,11 @@ from typing import Any, NamedTuple
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", **os.environ}
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Ints = npt.NDArray[np.int64]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 Config = dict[str, Any]
 Stream = Iterator[tuple[Tensor, Tensor]]
 Now = Callable[[], float]
@@ -98,10 +96,9 @@ def resolve(given: Config) -> Config:
     for name, value in given.items():
         if "seed" in name.lower():
             raise Refused(f"{name!r} in the config: a seed is no axis. Put seed_init and seed_data beside the config.")
-        if name not in AXES:
-            raise Refused(f"There is no axis {name!r}. There are: {', '.join(AXES)}.")
-        if not AXES[name].allows(value):
-            raise Refused(f"{name} is {value!r}, but its axis is {AXES[name]}.")
+        if name not in AXES or not AXES[name].allows(value):
+            axis = AXES.get(name, f"not there. There are: {', '.join(AXES)}")
+            raise Refused(f"{name} is {value!r}, but its axis is {axis}.")
         config[name] = int(value) if AXES[name].kind == "integer" else value
     return config
 
@@ -123,7 +120,7 @@ class Data:
 
 
 def load(source: str) -> Data:
-    """A text file, or `embedded`: English that comes with Python. Raises OSError, and Refused for too short a text."""
+    """A text file, or `embedded`: English that comes with Python. Raises OSError, and Refused for a text of no use."""
     if source == "embedded":
         from pydoc_data.topics import topics
 
@@ -133,8 +130,11 @@ def load(source: str) -> Data:
         raw = Path(source).read_bytes()
     if len(raw) < 20 * BLOCK:
         raise Refused(f"{source} has {len(raw)} bytes; {20 * BLOCK} are the least that give both splits text.")
-    alphabet, symbols = np.unique(np.frombuffer(raw, dtype=np.uint8), return_inverse=True)
     num_train = len(raw) * 9 // 10
+    pieces = [raw[at : at + BLOCK] for at in range(num_train, len(raw) - BLOCK, (len(raw) - num_train) // 64 + 1)]
+    if (num_known := sum(raw.find(piece, 0, num_train) >= 0 for piece in pieces)) > len(pieces) // 10:
+        raise Refused(f"{source}: {num_known} of {len(pieces)} pieces to validate on are in the text to train on, too.")
+    alphabet, symbols = np.unique(np.frombuffer(raw, dtype=np.uint8), return_inverse=True)
     facts = {"source": source, "sha256": hashlib.sha256(raw).hexdigest(), "symbols": len(alphabet)}
     facts |= {"train_chars": num_train, "val_chars": len(raw) - num_train}
     return Data(symbols.astype(np.int64), num_train, len(alphabet), facts)
@@ -197,7 +197,7 @@ class NGrams(nn.Module):
         for back, num_rows in enumerate(self.num_rows):
             if back:
                 grams = grams * self.base + F.pad(symbols_BT, (back, 0), value=self.base - 1)[:, :-back]
-            are_too_many = self.base ** (back + 1) > num_rows  # then they share rows by chance
+            are_too_many = self.base ** (back + 1) > num_rows  # then a product's middle bits deal them out to the rows
             rows.append(first + ((grams * 0x9E3779B1 >> 15) % num_rows if are_too_many else grams))
             first += num_rows
         # With sparse gradients a step costs the same however many rows there are.
@@ -262,9 +262,10 @@ def sizes(model: GPT, config: Config) -> dict[str, int]:
     """Parameters, those that one token meets, operations of training on a token, and memory, by docs/gpt.md."""
     rows = [p for name, p in model.named_parameters() if name.endswith(("inputs.weight", "values"))]
     params = sum(p.numel() for p in model.parameters())
-    multiplied = params - sum(p.numel() for p in rows)
+    multiplied = params - sum(p.numel() for p in rows)  # of rows a token only reads some
     active = multiplied + sum(p.shape[1] for p in rows) + config["width"] * (config["input_ngram"] - 1)
     inner = max(1, config["width"] // config["head_dim"]) * config["head_dim"]
+    # Numbers kept of a token for the backward pass; and of a parameter four: value, gradient, two moments.
     kept = config["depth"] * ((8 + 3 * config["mlp_ratio"]) * config["width"] + 9 * inner) + 4 * model.head.out_features
     memory_mb = BARE_MB + 4 * (4 * params + kept * config["batch_size"] * config["context"]) / 2**20
     flops = 6 * (multiplied + config["depth"] * inner * config["context"])
@@ -461,7 +462,7 @@ class Trial:
         self.clock, self.track = ChargedClock(order.budget_s), Track(self.floors["uniform"])
         self.end: dict[str, str | None] = {"status": "ok", "error_class": None, "error_tail": None}
         self.seconds: dict[str, float | None] = dict.fromkeys(("setup_s", "warm_s", "wall_s", "cpu_s", "eval_s"))
-        self.sizes: Config = dict.fromkeys(("params", "params_active", "flops_per_token", "expected_mem_mb"))
+        self.sizes = dict[str, int | None].fromkeys(("params", "params_active", "flops_per_token", "expected_mem_mb"))
         self.losses, self.probes = dict[str, float](), list[float]()
 
     def run(self) -> dict[str, Any]:
@@ -553,7 +554,6 @@ class Trial:
         return {name: None if math.isnan(number) else number for name, number in numbers.items()} | {"flags": flags}
 
 
-# --- command line ---
 def assignment(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     return name, json.loads(value) if re.fullmatch(r"[-+.\deE]*\d[-+.\deE]*|true|false", value) else value

@@ -7,6 +7,7 @@
       started    before every child, with its seeds; a child that left no run row was killed
       run        how it ended, and its numbers; a missing number is null
       decision   what was made of runs, and what it was made from
+      revealed   last, where a study was closed for good: its secret, from which all seeds and placebos follow
       note       words for people
 
 A placebo's rows show the change it pretends to be. The decision reveals it, and only then do runs of a proposal count
@@ -115,6 +116,8 @@ class History:
         self.num_since_anchor_run = 0
         self.goal: Row | None = None
         """What the newest search was asked for."""
+        self.revealed: bytes | None = None
+        """The secret, once the study is closed."""
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> "History":
@@ -144,6 +147,9 @@ class History:
 
     def _goal(self, row: Row) -> None:
         self.goal = row
+
+    def _revealed(self, row: Row) -> None:
+        self.revealed = row["secret"].encode()
 
     def _started(self, row: Row) -> None:
         self.num_started += 1
@@ -251,6 +257,22 @@ class StudyFolder:
 
     def trial(self, run_id: str) -> Path:
         return self.trials / run_id
+
+    def read_secret(self, history: History) -> bytes:
+        """
+        Raises:
+            CorruptFile: it is not there, or not the one that the study began with.
+        """
+        if history.revealed is None and not self.secret.exists():
+            raise CorruptFile(
+                f"{self.secret} is missing, and all seeds come from it. Restore it, or start a new study."
+            )
+        secret = history.revealed or self.secret.read_bytes().strip()
+        if history.campaign is not None and history.campaign["secret_hash"] != durable.sha256_bytes(secret):
+            raise CorruptFile(
+                f"{self.secret} is not this study's: its hash is not the one in the journal's first line."
+            )
+        return secret
 
     def read(self) -> History:
         """

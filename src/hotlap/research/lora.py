@@ -4,7 +4,7 @@ The order's `data` is a run's TOML file: base model, data set, and a held-out JS
 lines are divided in turn between the two splits. A short run that learns nothing first measures the configuration's
 own time of a step, and what the base model scores (the floor `untrained`); then it is trained for as many steps as fit
 the budget, each charged that time, so that a busy machine takes longer and learns the same. The score is nats per byte
-of the held-out completions.
+of the held-out completions. `--sizes` tells what configurations would take, before any of them runs.
 
 Every split is scored by a run of its own, with the same seed and steps: what is held out changes nothing that is
 trained.
@@ -16,15 +16,17 @@ import math
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotlap import clock, durable, runs, supervise
+from hotlap import artifacts, clock, durable, runs, supervise
 from hotlap.config import RunConfig, load_run
-from hotlap.data.packed import open_packed
+from hotlap.data.estimate import most_memory_of, shape_of
+from hotlap.data.packed import PackedDataset, Packing, open_packed
 from hotlap.data.readers import read_examples
-from hotlap.errors import ConfigError, TrainingFailed
+from hotlap.errors import ConfigError, HotlapError, TrainingFailed
 
 AXES: dict[str, dict[str, Any]] = {
     "lr": {"kind": "log", "default": 2e-4, "low": 1e-5, "high": 1e-2},
@@ -71,11 +73,24 @@ class TrialFailed(TrainingFailed):
         self.status = status
 
 
-def main(argv: list[str]) -> None:
-    if argv[:1] == ["--axes"]:
-        print(json.dumps(AXES))
-        return
-    order = json.loads(Path(argv[0]).read_text())
+def main(argv: list[str]) -> int:
+    """Exit code 0 once there is a result, whatever its status; that of the error where the order makes no sense."""
+    try:
+        if argv[:1] == ["--axes"]:
+            print(json.dumps(AXES))
+        elif argv[:1] == ["--sizes"]:
+            asked = json.load(sys.stdin)
+            print(json.dumps(sizes(Path(asked["data"]), asked["configs"])))
+        else:
+            carry_out(json.loads(Path(argv[0]).read_text()))
+    except HotlapError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def carry_out(order: dict[str, Any]) -> None:
+    """Run an order, and leave its result."""
     began_s = clock.process_started_s()
     try:
         result = trial(order)
@@ -91,6 +106,7 @@ def trial(order: dict[str, Any]) -> dict[str, Any]:
     """Calibrate, train and score; the fields of a run's row.
 
     Raises:
+        ConfigError: the run's file cannot be used, or a held-out example is trained as well.
         TrialFailed: a run ended otherwise than done.
     """
     folder, budget_s = Path(order["out"]).parent, float(order["budget_s"])
@@ -166,10 +182,25 @@ def config_of(
     return RunConfig.model_validate(tree | {"output_dir": str(folder), "run": name, "seed": order["seed_data"]})
 
 
+def sizes(data: Path, configs: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """Trained parameters and memory of configurations, by the formula of `hotlap preview`, every token trained."""
+    base = load_run(data)
+    shape = shape_of(artifacts.locate_model(base.base_model))
+    found: list[dict[str, int]] = []
+    for config in configs:
+        run = config_of(base, {"config": config, "threads": 1, "seed_data": 0}, Path(), "sizes", Path("held_out"), 1)
+        precision = "float32" if run.model.precision == "auto" else run.model.precision
+        peak_bytes = most_memory_of(shape, run, precision).peak_bytes(run.train.micro_batch_rows)
+        params = shape.num_adapter_parameters(run.lora)
+        found.append({"params": params, "expected_mem_mb": math.ceil(peak_bytes / 2**20)})
+    return found
+
+
 def train(config: RunConfig) -> Trained:
     """Slices until the run is done.
 
     Raises:
+        ConfigError: a held-out example is trained as well.
         TrialFailed: a slice ended otherwise.
     """
     wall_s, tokens, last_step, num_steps = 0.0, 0, 0, config.train.max_steps or 0
@@ -196,8 +227,7 @@ def _trained(run: runs.RunFolder, result: dict[str, Any], wall_s: float, num_tok
     identity = runs.read_identity(run)
     assert identity is not None
     val_loss = next(row["val_loss"] for row in reversed(durable.read_rows(run.metrics)) if "val_loss" in row)
-    held_out = open_packed(identity.packed["held_out"])
-    assert held_out is not None
+    held_out = require_unseen(identity.packed)
     path = Path(identity.trajectory["data"]["eval_dataset"])
     num_bytes = sum(
         len(item.messages[index].content.encode()) for item in read_examples(path) for index in item.answers
@@ -215,6 +245,19 @@ def _trained(run: runs.RunFolder, result: dict[str, Any], wall_s: float, num_tok
     )
 
 
+def require_unseen(packed: Mapping[str, str]) -> PackedDataset:
+    """The held-out rows, from fingerprints of a run's `train` and `held_out`.
+
+    Raises:
+        ConfigError: one of their examples is trained as well.
+    """
+    train, held_out = open_packed(packed["train"]), open_packed(packed["held_out"])
+    assert train is not None and held_out is not None
+    if (leak := Packing(train, held_out).leak_in_words()) is not None:
+        raise ConfigError(leak)
+    return held_out
+
+
 def _hash(path: str | None) -> str:
     return durable.sha256_file(Path(path)) if path is not None and Path(path).is_file() else str(path)
 
@@ -228,4 +271,4 @@ def machine(threads: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from hotlap.errors import ChildCrashed, HotlapError, Undecided
+from hotlap.errors import ChildCrashed, ConfigError, HotlapError, Undecided
 from hotlap.research import acceptance, proposer, seeds
 from hotlap.research.acceptance import Judged, Noise
 from hotlap.research.history import DISTURBED, FAILED, OK, SCHEMA, Anchor, Candidate, History, Row, loss_of
@@ -222,6 +222,9 @@ def _anchor_trouble(anchor: Anchor) -> HotlapError | None:
     """Why the anchor cannot be run, if so it is."""
     own = anchor.attempts
     failed = [row for row in own if row["status"] in FAILED]
+    if failed and failed[-1]["error_class"] == "OrderRefused":
+        last_line = failed[-1]["error_tail"].strip().rpartition("\n")[2]
+        return ConfigError(f"The trial refuses its order ({last_line}). Mend that, and give the study another name.")
     if len(failed) >= _MAX_FAILED_ANCHOR_RUNS:
         row = failed[-1]
         return ChildCrashed(

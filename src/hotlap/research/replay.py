@@ -4,15 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotlap.research import acceptance, board, claim, plan, space
+from hotlap.research import acceptance, board, claim, plan, seeds, space
 from hotlap.research.acceptance import Rule
 from hotlap.research.history import OK, History, Row, StudyFolder, loss_of
 
 
 def disagreements(rows: Sequence[Row], secret: bytes) -> list[str]:
-    """Decisions in the journal that its own earlier rows do not lead to, in words."""
+    """Seeds and decisions in the journal that its own earlier rows and its secret do not lead to, in words."""
     history, found = History(), list[str]()
     for row in rows:
+        if row["kind"] == "started" and (row["seed_init"], row["seed_data"]) != _seeds_of(row, secret):
+            found.append(f"{row['run_id']}: its seeds are not the study's")
         if row["kind"] == "decision":
             is_claim = row["outcome"] in claim.VERDICTS
             action = (
@@ -27,6 +29,13 @@ def disagreements(rows: Sequence[Row], secret: bytes) -> list[str]:
                 found.append(f"{row['decision_id']}: {', '.join(changed)} should be otherwise")
         history.apply(row)
     return found
+
+
+def _seeds_of(row: Row, secret: bytes) -> tuple[int, int]:
+    """Both arms of a pair share the seed of their data."""
+    pair = row["pair"]
+    data = ("pair", pair["candidate_hash"], pair["number"], "data") if pair else (row["run_id"], "data")
+    return seeds.number(secret, row["run_id"], "init"), seeds.number(secret, *data)
 
 
 def stale_files(folder: StudyFolder, history: History) -> list[str]:

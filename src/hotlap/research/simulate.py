@@ -79,7 +79,7 @@ def _mood(drift: float, source: np.random.Generator) -> np.ndarray:
 
 GAINS = (0.0, 0.5, 1.0, 2.0, 3.0)
 _SETUP_S = 5.0
-"""Seconds a trial takes beside its budget, before one has been seen."""
+"""Seconds a trial takes beside its budget, before one has been seen; more where the study grants it more."""
 
 
 def forecast(
@@ -123,7 +123,7 @@ def forecast(
 
 def seconds_of_a_trial(study: StudyConfig, history: History | None) -> float:
     seen = [] if history is None else [run.row["total_s"] for run in history.runs if run.row["total_s"] is not None]
-    return fmean(seen) if seen else study.budget_s + _SETUP_S
+    return fmean(seen) if seen else study.budget_s + max(_SETUP_S, study.setup_s)
 
 
 # --- whole campaigns of independent candidates ---

@@ -165,8 +165,8 @@ class StudyConfig(Config):
     budget_s: float = Field(default=20.0, gt=0)
     """Charged seconds of training in every trial."""
 
-    setup_s: float = Field(default=15.0, ge=0)
-    """Seconds for imports and evaluation beside the training; together with it they make the watchdog's deadline."""
+    setup_s: float = Field(default=0.0, ge=0)
+    """Seconds that the watchdog grants beyond 1.6 budgets and 5 s: to trials that start processes of their own."""
 
     device: Literal["cpu", "cuda"] = "cpu"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import hotlap
 from hotlap import child, clock, durable
-from hotlap.errors import INTERRUPTED, ConfigError, CorruptFile, HotlapError, RunChanged, UsageError
+from hotlap.errors import INTERRUPTED, ConfigError, HotlapError, RunChanged, UsageError
 from hotlap.research import acceptance, board, plan, proposer, space
 from hotlap.research.asking import Asker
 from hotlap.research.executor import (
@@ -40,7 +40,7 @@ FREE_SETTINGS = (
 )
 """What may change in a study's file after its first run: nothing that the results depend on."""
 
-_MACHINE = ("cpu", "cores", "threads", "gpu", "torch")
+_MACHINE = ("cpu", "cores", "threads", "gpu", "power_w", "torch")
 
 Plan = Callable[[History, bytes], Action]
 Tell = Callable[[Row, History], None]
@@ -133,6 +133,11 @@ class Study:
                     raise action.error
                 return action.reason
 
+    def close(self) -> str:
+        """End the study for good: with its secret in the journal, anybody can check its seeds, and foresee them."""
+        self._append({"schema": SCHEMA, "kind": "revealed", "at": _now(), "secret": self._secret.decode()})
+        return "closed"
+
     def _longest_s(self, action: Start) -> float:
         """What a start may take: a pair's first arm is not begun without room for the second."""
         num_trials = 2 if action.row["pair"] and action.row["order"] == 0 else 1
@@ -189,6 +194,7 @@ def run_row(history: History, started: Row, fields: Row, now: str) -> Row:
         "artifacts": f"trials/{started['run_id']}",
     }
     row |= {"cell": cell_of(history, row)}
+    row |= {"cell_id": space.config_hash(row["cell"])}
     if row["status"] != OK:
         return row
     if "lock" in started["splits"] and row["val_lock_nats_per_byte"] is None:
@@ -245,9 +251,12 @@ def opened(
     Raises:
         RunLocked: another process is running it.
         RunChanged: its file or its trial's code is no longer what it began with.
+        UsageError: it was closed.
     """
     with only_writer(folder), child.passing_on_stops() as stops:
         journal = Journal(folder, listener.say)
+        if journal.history.revealed:
+            raise UsageError(f"The study in {folder.path} was closed, and its secret is known. Begin a new one.")
         secret = _secret(folder, journal.history, draw)
         if journal.history.campaign is None:
             journal.append(_campaign_row(file, secret))
@@ -287,16 +296,10 @@ def executor_of(study: space.StudyConfig, stops: child.Stops, on_progress: OnPro
 
 
 def _secret(folder: StudyFolder, history: History, draw: Callable[[int], bytes]) -> bytes:
-    if not folder.secret.exists():
-        if history.campaign is not None:
-            raise CorruptFile(
-                f"{folder.secret} is missing, and all seeds come from it. Restore it, or start a new study."
-            )
+    """The study's own, drawn before its journal begins."""
+    if history.campaign is None and not folder.secret.exists():
         durable.replace(folder.secret, draw(16).hex().encode() + b"\n")
-    secret = folder.secret.read_bytes().strip()
-    if history.campaign is not None and history.campaign["secret_hash"] != durable.sha256_bytes(secret):
-        raise CorruptFile(f"{folder.secret} is not this study's: its hash is not the one in the journal's first line.")
-    return secret
+    return folder.read_secret(history)
 
 
 def _campaign_row(file: StudyFile, secret: bytes) -> Row:
@@ -312,6 +315,8 @@ def _campaign_row(file: StudyFile, secret: bytes) -> Row:
         "space": space.space_json(space.space_of(file, ask_axes(study.program))),
         "code_hash": code_hash_of(study.program),
         "rule_version": acceptance.RULE_VERSION,
+        "rule": acceptance.parameters(acceptance.RULES[study.acceptance]),
+        "data_sha256": durable.sha256_file(Path(study.data)) if Path(study.data).is_file() else None,
         "secret_hash": durable.sha256_bytes(secret),
     }
 
