@@ -130,7 +130,7 @@ hidden_BTD = ours.hidden(tokens_BT, torch.ones_like(tokens_BT))
 ours.logits(hidden_BTD).logsumexp(-1).sum().backward()
 optimizer.step()
 optimizer.zero_grad(set_to_none=True)
-heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "bitsandbytes", "boto3", "scipy", "sympy")
+heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "bitsandbytes", "boto3", "sympy")
 found = {"loaded": [name for name in heavy if name in sys.modules]}
 # Afterwards, everything can be imported and does what it does.
 stock = base.load_base(folder, is_direct=False)

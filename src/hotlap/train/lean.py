@@ -20,7 +20,7 @@ TRIED_VERSIONS = {"torch": ("2.13.",), "transformers": ("5.24.",), "peft": ("0.2
 
 _DYNAMO = "torch._dynamo"
 _WRAPPED = f"{_DYNAMO}._trace_wrapped_higher_order_op"
-_OPTIONAL = ("bitsandbytes", "boto3", "scipy")  # of PEFT, accelerate and transformers, where they are installed
+_OPTIONAL = ("bitsandbytes", "boto3")  # PEFT imports the one, accelerate the other, where they are installed
 
 
 def is_tried() -> bool:
