@@ -25,8 +25,10 @@ def main() -> None:
     parser.add_argument("--rounds", default="3")
     parser.add_argument("--max-tokens", default="128")
     arguments = parser.parse_args()
-    # Not bound to cores: two servers would be bound to the same ones.
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ}
+    # Not bound to cores: two servers would be bound to the same ones. And each has all of them in its turn, of which
+    # vLLM would take one.
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    env = {**settings, "OMP_NUM_THREADS": str(os.cpu_count()), **os.environ}
     servers: list[subprocess.Popen[str]] = []
     try:
         # One after the other: while they compile they take all there is.

@@ -77,6 +77,7 @@ def lean_imports() -> Generator[None]:
     torch.distributed.is_available = lambda: False
     torch.compiler.disable = _unchanged  # type: ignore[assignment]
     sys.meta_path.insert(0, finder := _KeptNames())
+    _forget_what_is_installed()  # a tokenizer may have asked
     try:
         yield
         # PEFT asks again when it wraps layers, and remembers the first answer.
@@ -86,6 +87,15 @@ def lean_imports() -> Generator[None]:
         sys.meta_path.remove(finder)
         for name in (_DYNAMO, _WRAPPED, *hidden):
             sys.modules.pop(name, None)
+        _forget_what_is_installed()
+
+
+def _forget_what_is_installed() -> None:
+    """transformers remembers which packages it found, if it asked already."""
+    asked = sys.modules.get("transformers.utils.import_utils")
+    for name, value in list(vars(asked).items()) if asked is not None else []:
+        if name.startswith(("is_", "_is_")) and hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 def _unchanged(function: Callable[..., Any] | None = None, *_given: Any, **_named: Any) -> Any:
