@@ -23,6 +23,17 @@ pytestmark = pytest.mark.long
 LOCKED = {'data_prefix = "vowels"': 'data_prefix = "vowels"\nenvironment = "env.lock"', "version = 1": "version = 0"}
 
 
+def test_our_own_is_seen_with_the_packages_it_leans_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a rented machine, whose environment has the image's packages by a path file. A folder of scripts, where
+    strangers' files may lie, is not one of packages."""
+    image = tmp_path / "image" / "site-packages"
+    image.mkdir(parents=True)
+    for place in (image, tmp_path):
+        monkeypatch.syspath_prepend(str(place))
+    folders = environments.own().folders
+    assert image in folders and tmp_path not in folders
+
+
 def write_wheel(folder: Path, name: str, version: str) -> None:
     """A package of one module, as an index would have it."""
     info = f"{name}-{version}.dist-info"

@@ -198,7 +198,8 @@ def verify(
             click.echo("  no record: the rules of this track are provisional")
     if decision["verdict"] == "pass":
         return DONE
-    say(f"hotlap: exit {NOT_PROVEN} {decision['verdict']}: {decision['reasons'][0]}")
+    # A reason may hold a program's last lines, and the last line on standard error is one.
+    say(f"hotlap: exit {NOT_PROVEN} {decision['verdict']}: {' '.join(decision['reasons'][0].split())}")
     return NOT_PROVEN
 
 

@@ -111,7 +111,8 @@ def _make(env: Path, wheel: Path, extra: str) -> int:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/constraints.txt"))
         _write(rules, archive.read(name))
-    pip = ("-m", "pip", "--python", str(env / "bin" / "python"), "install", "--no-input", "-q")
+    pip = ("-m", "pip", "--python", str(env / "bin" / "python"), "install")
+    pip += ("--no-input", "--disable-pip-version-check", "-q")
     # An image may bring a hotlap of the same version, which would pass for this one.
     code = _run(*pip, "--no-deps", "--force-reinstall", str(wheel))
     return code or _run(*pip, "-c", str(rules), f"{wheel}[{extra}]" if extra else str(wheel))

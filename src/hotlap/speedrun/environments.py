@@ -52,10 +52,10 @@ class Environment:
 
 
 def own() -> Environment:
-    """The one that hotlap runs in."""
-    return Environment(
-        Path(sys.executable), (Path(sys.prefix), package_folder()), None, _installed([Path(p) for p in sys.path if p])
-    )
+    """The one that hotlap runs in. On a rented machine that leans on the packages of the image."""
+    places = [Path(place) for place in sys.path if place]
+    packages = [place for place in places if place.name in ("site-packages", "dist-packages") and place.is_dir()]
+    return Environment(Path(sys.executable), (Path(sys.prefix), package_folder(), *packages), None, _installed(places))
 
 
 def package_folder() -> Path:

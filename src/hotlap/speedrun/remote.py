@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     except HotlapError as error:
         code, reason, message = error.exit_code, error.reason, str(error)
     print(json.dumps({"event": "result", "exit_code": code, "reason": reason, "message": message}), flush=True)
-    _say(f"hotlap: exit {code} {reason}: {message}")
+    _say(f"hotlap: exit {code} {reason}: {' '.join(message.split())}")
     return code
 
 

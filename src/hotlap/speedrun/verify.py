@@ -33,12 +33,7 @@ _LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "num
 _KEPT = re.compile(
     r"report-\d+\.(json|md)|seeds\.jsonl|run-\d+/(result\.json|(test|predictions)\.jsonl|train\.log)|code/[\w./-]+"
 )
-_WARM = f"""
-import importlib, importlib.util
-for name in {_LIBRARIES!r}:
-    if importlib.util.find_spec(name):
-        importlib.import_module(name)
-"""
+_WARM = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
 
 
 def verify(contest: Path, folder: Path, track: Track, num_runs: int, sources: Sources, say: Say) -> dict[str, Any]:
@@ -262,13 +257,19 @@ def drawn(path: Path, what: str, number: int, draw: Callable[[], _Drawn]) -> _Dr
 
 
 def warm_libraries(verification: Verification) -> None:
+    """Import what is installed as a run will, so that what a run cannot import is no failure of its submission.
+
+    Raises:
+        ChildCrashed: something cannot be imported.
+    """
     work = verification.folder / "warm"
     if work.exists():
         durable.remove_tree(work)
     durable.make_dirs(work)
     environment = verification.training
+    names = [name for name in _LIBRARIES if name in environment.packages]
     program = sandbox.Program(
-        argv=(str(environment.python), "-c", _WARM),
+        argv=(str(environment.python), "-c", _WARM, *names),
         cwd="/",
         env=verification.variables(environment),
         inputs=(),
