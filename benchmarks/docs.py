@@ -73,7 +73,7 @@ class Reader:
             return
         code, said = self.type(_PREPARED[asked].split())
         if code not in _FINE:
-            raise RuntimeError(f"{_PREPARED[asked]}: {said}")
+            print(f"            {_PREPARED[asked]}: {said}", flush=True)
 
     def _argv(self, words: list[str]) -> list[str]:
         return [sys.executable, "-m", "hotlap", *words[1:]] if words[0] == "hotlap" else [sys.executable, *words[1:]]
