@@ -4,7 +4,7 @@
 
 Each page in a folder of its own, all of them with one fresh HOTLAP_HOME, as a reader would. A line a command: seconds,
 exit code, the command; exit status 1 if one of them failed. Studies and verifications make one trial, or run, of 5 s
-where a page says more, unless `--whole` is given.
+where a page says more, and runs two steps, unless `--whole` is given.
 """
 
 import argparse
@@ -28,12 +28,12 @@ _FINE = {0, 8, 75}
 
 _TIMEOUT_S = 1800.0
 _PREPARED = {
-    "my-run": ["hotlap", "train", "run.toml", "--run", "my-run"],
-    "lap": ["hotlap", "train", "run.toml", "--run", "lap"],
-    "my-study": ["hotlap", "research", "lr.toml", "--trials", "1"],
-    "RUN": ["hotlap", "train", "run.toml", "--run", "mine"],
+    "my-run": "hotlap train run.toml --run my-run",
+    "lap": "hotlap train run.toml --run lap",
+    "RUN": "hotlap train run.toml --run mine",
+    "my-study": "hotlap research my-study.toml --trials 1",
 }
-"""What a page takes for granted."""
+"""What a page takes for granted, by the name that it uses."""
 
 _EXTRAS = ("tensorboard", "wandb", "mlflow", "trackio", "ray")
 
@@ -54,13 +54,26 @@ class Reader:
             self.type(["hotlap", "serve", self._newest_run()])
         if is_server:
             self._is_served = True
-            self._stack.enter_context(self._serving(words))
+            try:
+                self._stack.enter_context(self._serving(words))
+            except RuntimeError as error:
+                return 1, str(error)
             return 0, "serves"
         process = subprocess.run(
             self._argv(words), cwd=self._folder, env=self._environment, capture_output=True, text=True,
             timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         return process.returncode, (process.stderr.strip() or process.stdout.strip())[-600:]
+
+    def prepare(self, asked: str) -> None:
+        """A run or a study of this name, if there is none yet; under `RUN` any will do."""
+        folders = [self._folder / "runs", self._folder / "studies"]
+        found = {path.name for folder in folders if folder.is_dir() for path in folder.iterdir()}
+        if asked in found or (asked == "RUN" and found):
+            return
+        code, said = self.type(_PREPARED[asked].split())
+        if code not in _FINE:
+            print(f"            {_PREPARED[asked]}: {said}", flush=True)
 
     def _argv(self, words: list[str]) -> list[str]:
         return [sys.executable, "-m", "hotlap", *words[1:]] if words[0] == "hotlap" else [sys.executable, *words[1:]]
@@ -72,7 +85,8 @@ class Reader:
         for place, word in enumerate(found):
             if word in ("--trials", "--runs", "--slices") and not self._is_whole:
                 found[place + 1] = "1"
-        return found
+        is_run = found[:2] in (["hotlap", "train"], ["hotlap", "launch"])
+        return [*found, "--set", "train.max_steps=2"] if is_run and not self._is_whole else found
 
     def _newest_run(self) -> str:
         runs = sorted((self._folder / "runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)
@@ -102,6 +116,8 @@ class Reader:
 
 def why_not(line: Shown) -> str | None:
     missing = [name for name in _EXTRAS if re.search(rf"--to {name}\b|{name}\.md", f"{line.text} {line.page}")]
+    if re.search(r"hotlap (serve|bench)", line.text):
+        missing.append("fastapi")  # which `transformers serve` wants
     return line.why_not or next((f"{name} is not installed" for name in missing if find_spec(name) is None), None)
 
 
@@ -116,9 +132,8 @@ def read(page: str, lines: list[Shown], home: Path, is_whole: bool) -> int:
             if reason := why_not(line):
                 print(f"      not run    {line.text}   ({reason})", flush=True)
                 continue
-            for asked, words in _PREPARED.items():
-                if asked in line.words and not any((Path(name) / where).glob("*") for where in ("runs", "studies")):
-                    reader.type(words)
+            for asked in sorted(_PREPARED.keys() & set(line.words)) if line.words[1] != "train" else ():
+                reader.prepare(asked)
             began_s = time.monotonic()
             code, said = reader.type(line.words)
             print(f"{time.monotonic() - began_s:7.1f} s  {code:3}   {line.text}", flush=True)

@@ -61,7 +61,8 @@ def furnish(folder: Path, page: str, budget_s: float | None = None) -> None:
     (folder / "mine.jsonl").write_text(_CONTEST_ROWS)
     (folder / "my.txt").write_text("To be, or not to be, that is the question. " * 20_000)
     (folder / "axolotl.yaml").write_text(_AXOLOTL)
-    (folder / "lr.toml").write_text(_STUDY)
+    for study in ("lr", "my-study"):
+        (folder / f"{study}.toml").write_text(_STUDY.replace("NAME", study))
     text = (ROOT / page).read_text()
     if "--output run.toml" not in text:
         (folder / "run.toml").write_text(_RUN)
@@ -93,7 +94,7 @@ seq_len = 256
 max_steps = 2
 """
 _STUDY = """[study]
-name = "lr"
+name = "NAME"
 data = "embedded"
 budget_s = 5.0
 axes = ["lr"]

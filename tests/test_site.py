@@ -61,10 +61,12 @@ CHEAP = re.compile(
 
 @pytest.mark.parametrize("page", sorted({line.page for line in sessions.shown() if CHEAP.match(line.text)}))
 def test_commands_that_cost_nothing_do_what_the_page_says(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the order of the page, in a folder with runs of the names that pages use, and with a base model of which only
-    the tokenizer is real."""
+    the tokenizer is real. Whatever else this machine serves is none of a page's business."""
+    home.mkdir()
+    (home / "cloud.toml").write_text("[guard]\ntrain_beside_serving = true\n")
     model = write_byte_tokenizer(tmp_path / "model")
     (model / "config.json").write_text('{"vocab_size": 300}')
     (model / "model.safetensors").touch()
