@@ -171,10 +171,10 @@ def bench(
     if as_json:
         click.echo(json.dumps(report))
     if plot is not None:
-        from hotlap import durable
+        from hotlap.cli import written
         from hotlap.report import serving
 
-        durable.replace(plot, serving.draw(report))
+        written.write(plot, serving.draw(report))
 
 
 _COLUMNS = (

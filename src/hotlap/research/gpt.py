@@ -462,7 +462,7 @@ class Trial:
         self.clock, self.track = ChargedClock(order.budget_s), Track(self.floors["uniform"])
         self.end: dict[str, str | None] = {"status": "ok", "error_class": None, "error_tail": None}
         self.seconds: dict[str, float | None] = dict.fromkeys(("setup_s", "warm_s", "wall_s", "cpu_s", "eval_s"))
-        self.sizes = dict[str, int | None].fromkeys(("params", "params_active", "flops_per_token", "expected_mem_mb"))
+        self.sizes: dict[str, Any] = dict.fromkeys(("params", "params_active", "flops_per_token", "expected_mem_mb"))
         self.losses, self.probes = dict[str, float](), list[float]()
 
     def run(self) -> dict[str, Any]:
