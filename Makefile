@@ -5,7 +5,7 @@ N ?= 200
 
 .PHONY: demo test setup lint bench crash measure docs
 
-demo: setup
+demo: .venv/.trains
 	$(BIN)/hotlap demo
 
 test: setup
@@ -14,9 +14,16 @@ test: setup
 
 setup: .venv/.installed
 
-.venv/.installed: pyproject.toml constraints.txt
+# The demo needs less than the tests do, and a newcomer waits for it.
+.venv/.trains: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hotlap needs Python 3.11 or newer; run: make setup PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
+	@echo 'Installing torch and what hotlap needs into .venv. This takes some minutes, once.'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,report]'
+	@touch $@
+
+.venv/.installed: .venv/.trains
+	@echo 'Installing what the tests need into .venv. This takes some minutes, once.'
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
 	@touch $@
 

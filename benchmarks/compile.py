@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks import spread
+from hotlap.child import with_waiting_threads
 
 RESULT = Path(__file__).parent / "results" / "compile.json"
 LENGTHS = (256, 250, 244, 239)
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--fused", action="store_true")
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as slices have it
+    os.environ |= with_waiting_threads(os.environ)  # as slices have it
     import torch
 
     from hotlap.config import LoraConfig

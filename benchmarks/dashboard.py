@@ -130,6 +130,10 @@ def watch_trials(browser: Browser, folder: Path) -> None:
     browser.run("(async () => { for (let y = 0; y < document.body.scrollHeight; y += 300) { scrollTo(0, y); "
                 "await new Promise(requestAnimationFrame); } })()")  # fmt: skip
     tell(browser, "  scrolling through it")
+    browser.run(_TASKS)
+    browser.run("(async () => { for (const figure of document.querySelectorAll('figure')) { figure.scrollIntoView(); "
+                "await new Promise((done) => setTimeout(done, 1000)); } })()")  # fmt: skip
+    tell(browser, "  resting 1 s at each chart, which is then drawn")
 
 
 def main() -> None:

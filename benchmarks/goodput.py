@@ -52,31 +52,39 @@ class Bench:
         self.data = scratch / "data.jsonl"
         self.data.write_text("".join(json.dumps(row) + "\n" for row in examples(400)))
 
-    def slice(self, run: str, cap_s: float, stop_at: int | None = None, rank: int = 16, **techniques: Any) -> Any:
-        """A slice's result; asked to stop after a step of its own."""
+    def slice(
+        self,
+        run: str,
+        cap_s: float,
+        stop_at: int | None = None,
+        rank: int = 16,
+        every_s: float = 60.0,
+        **techniques: Any,
+    ) -> Any:
+        """A slice's result, and how many checkpoints it published; asked to stop after a step of its own."""
         config = RunConfig.model_validate({
             "base_model": str(self.model), "dataset": str(self.data), "output_dir": str(self.scratch / "runs"),
             "run": run, "seed": 7, "data": {"seq_len": 256}, "model": {"precision": "float32"},
             "lora": {"rank": rank, "alpha": 2.0 * rank}, "train": {"max_steps": NO_END},
-            "slice": {"minutes": cap_s / 60}, "techniques": techniques,
+            "slice": {"minutes": cap_s / 60}, "techniques": techniques, "checkpoint": {"every_s": every_s},
         })  # fmt: skip
         argv = [sys.executable, "-m", "hotlap.train.slice", json.dumps({"config": config.model_dump(mode="json")})]
-        env = {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
         talk = self.scratch / "talk.txt"
         with talk.open("w") as errors:
-            process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
+            process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True)
             assert process.stdout
-            num_steps, result = 0, None
+            num_steps, num_published, result = 0, 0, None
             for line in process.stdout:
                 event = json.loads(line) if line.startswith("{") else {}
                 num_steps += event.get("event") == "step"
+                num_published += event.get("event") == "published"
                 if num_steps == stop_at and event.get("event") == "step":
                     process.terminate()
                 result = event if event.get("event") == "result" else result
             process.wait()
         if result is None or result["exit_code"] != 75:
             raise SystemExit(f"{run}: {process.returncode}\n{talk.read_text()[-2000:]}")
-        return result
+        return {**result, "num_published": num_published}
 
     def starts(self, repeats: int, trl_python: str | None) -> dict[str, Any]:
         """From process start to the first step, in resumed slices."""
@@ -113,12 +121,17 @@ class Bench:
                 "leftover_s": phases_s, "ended_before_cap_s": left_s, "num_steps": timeline["num_steps"]}  # fmt: skip
 
     def large_adapter(self) -> dict[str, Any]:
-        """Seconds of resuming, and of the publish at the end of a slice, at about 20 million parameters."""
+        """Seconds of resuming, of the publish at the end of a slice, and for which one behind the steps holds them
+        up, at about 20 million parameters."""
         one_rank = shape_of(self.model).num_adapter_parameters(LoraConfig(rank=1))
         rank = round(LARGE_ADAPTER / one_rank)
         self.slice("large", 300.0, stop_at=2, rank=rank)
-        resumed = self.slice("large", 300.0, stop_at=2, rank=rank)["timeline"]["phases_s"]
-        return {"rank": rank, "resume_s": resumed["resume"], "last_publish_s": resumed["publish"]}
+        resumed = self.slice("large", 300.0, stop_at=8, rank=rank, every_s=1e6)["timeline"]["phases_s"]
+        often = self.slice("large", 300.0, stop_at=8, rank=rank, every_s=0.1)
+        num_behind = often["num_published"] - 1
+        blocked_s = often["timeline"]["phases_s"]["publish"] - resumed["publish"]
+        return {"rank": rank, "resume_s": resumed["resume"], "last_publish_s": resumed["publish"],
+                "blocked_s_per_publish": blocked_s / num_behind, "num_behind": num_behind}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -230,7 +230,6 @@ def main() -> None:
         raise SystemExit("torch sees no CUDA device here. --device cpu tries the script without one.")
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     began_s = time.perf_counter()
     checks: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:

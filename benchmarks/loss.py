@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import spread
+from hotlap.child import with_waiting_threads
 
 RESULT = Path(__file__).parent / "results" / "loss.json"
 WAYS = ("all at once", "chunks")
@@ -30,7 +31,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=896)
     parser.add_argument("--way", choices=WAYS)
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as slices have it
     if arguments.way:
         print(json.dumps(measured(arguments)))
         return
@@ -70,6 +70,7 @@ def main() -> None:
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    os.environ |= with_waiting_threads(os.environ)  # as slices have it
     import torch
 
     from hotlap.config_techniques import chunk_positions

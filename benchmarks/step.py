@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import spread
+from hotlap.child import with_waiting_threads
 
 RESULT = Path(__file__).parent / "results" / "step.json"
 SEQ_LEN = 256
@@ -35,7 +36,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=[*WAYS, LAST], help="ways, beside the plain one")
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as slices have it
+    os.environ |= with_waiting_threads(os.environ)  # as slices have it
     import torch
 
     from hotlap.config import LoraConfig

@@ -73,7 +73,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=None)
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as slices have it
     names = [name for name in variants() if arguments.only is None or name in {"off", *arguments.only}]
     until_s = time.monotonic() + 60.0 * arguments.minutes
     ROWS.parent.mkdir(exist_ok=True)

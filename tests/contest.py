@@ -113,3 +113,36 @@ def floats(*shape: int, value: float = 0.5) -> tuple[str, list[int], bytes]:
     for size in shape:
         count *= size
     return "F32", list(shape), struct.pack(f"<{count}f", *[value] * count)
+
+
+# --- a submission without torch: an adapter written byte by byte ---
+
+NAME = "base_model.model.model.layers.0.mlp.down_proj"
+
+
+WRITER = """
+import argparse, json, os, struct, sys
+
+p = argparse.ArgumentParser()
+for name in ("--data-dir", "--output-dir", "--seed"):
+    p.add_argument(name)
+given = p.parse_args()
+seed, out = int(given.seed), given.output_dir
+
+
+def write(value):
+    with open(out + "/adapter_model.safetensors", "wb") as file:
+        file.write(HEAD + struct.pack("<f", seed / 100) * 128 + struct.pack("<f", value) * 64)
+    with open(out + "/adapter_config.json", "w") as file:
+        json.dump(CONFIG, file)
+
+
+"""
+
+
+def writing(what: str) -> str:
+    """A `train.py` without torch: `write(value)` writes an adapter of constants whose A depends on the seed."""
+    plain = safetensors({f"{NAME}.lora_A.weight": floats(2, 64), f"{NAME}.lora_B.weight": floats(32, 2)})
+    head = plain[: len(plain) - 4 * (2 * 64 + 32 * 2)]
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 2, "target_modules": ["down_proj"]}
+    return WRITER.replace("HEAD", repr(head)).replace("CONFIG", repr(config)) + what

@@ -101,11 +101,15 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def make_family(folder: Path, family: str) -> Path:
+    return write_byte_tokenizer(save_random(folder, FAMILIES[family]))
+
+
+def save_random(folder: Path, make: Callable[[], Any]) -> Path:
     """Random weights from seed 0, float32. Norms are not all ones, so that forgetting one is seen."""
     import torch
 
     torch.manual_seed(0)
-    model = FAMILIES[family]()
+    model = make()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -113,4 +117,4 @@ def make_family(folder: Path, family: str) -> Path:
             elif parameter.ndim > 1:
                 parameter.mul_(4.0)
     model.save_pretrained(folder)
-    return write_byte_tokenizer(folder)
+    return folder

@@ -1,4 +1,4 @@
-"""What tests change in a slice process before it starts, by name: `patches:slow_steps`."""
+"""What tests change in a slice process before it starts, by name: `patches:as_told`."""
 
 import contextlib
 import itertools
@@ -12,19 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import clock, durable
-
-
-def slow_steps() -> None:
-    """Each step takes 0.2 s more."""
-    from hotlap.train.step import Stepper
-
-    forward_backward = Stepper.forward_backward
-
-    def slowed(self: Stepper, step: int) -> Any:
-        time.sleep(0.2)
-        return forward_backward(self, step)
-
-    Stepper.forward_backward = slowed  # type: ignore[method-assign]
 
 
 def slower_disk() -> None:
@@ -44,15 +31,6 @@ class _SlowDisk(durable.Disk):
 def phase_s(name: str) -> float:
     """A delay the test gave in the environment, in seconds."""
     return float(os.environ.get(f"TEST_{name.upper()}_S", "0"))
-
-
-def short_lock() -> None:
-    """The run lock lasts a second, however long the slice."""
-    from hotlap import runs
-    from hotlap.train import slice as slice_module
-
-    acquire = runs.acquire
-    slice_module.runs.acquire = lambda run, hold_s, say: acquire(run, 1.0, say)
 
 
 # --- by environment variables: `patches:as_told` applies each one whose variable is set ---
@@ -134,8 +112,28 @@ def _slow_warmup(seconds: str) -> None:
     _before_step(warm_up)
 
 
+def _short_lock(seconds: str) -> None:
+    """How long the run lock lasts, however long the slice."""
+    from hotlap import runs
+    from hotlap.train import slice as slice_module
+
+    acquire = runs.acquire
+    slice_module.runs.acquire = lambda run, hold_s, say: acquire(run, float(seconds), say)
+
+
 def _slow_step(seconds: str) -> None:
     _before_step(lambda _step: time.sleep(float(seconds)))
+
+
+def _wait_before(told: str) -> None:
+    """`4 PATH`: before step 4 it waits until there is such a file, so that what a test does then comes before it."""
+    step, path = told.split(" ", 1)
+
+    def wait(now: int) -> None:
+        while now == int(step) and not Path(path).exists():
+            time.sleep(0.005)
+
+    _before_step(wait)
 
 
 def _slow_evaluation(seconds: str) -> None:
@@ -338,7 +336,9 @@ _BY_VARIABLE: dict[str, Callable[[str], None]] = {
     "TEST_RANDOM_NUMBERS": _draw_random_numbers,
     "TEST_DATA_S": _slow_data,
     "TEST_WARMUP_S": _slow_warmup,
+    "TEST_LOCK_S": _short_lock,
     "TEST_STEP_S": _slow_step,
+    "TEST_WAIT_BEFORE": _wait_before,
     "TEST_EVALUATION_S": _slow_evaluation,
     "TEST_WRITE_S": _slow_write,
     "TEST_HANG_AT": _hang_at,

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
+
 PASSWORD = "hunter2@secret"
 IN_URL = "hunter2%40secret"
 
@@ -35,9 +37,7 @@ class Server:
             nobody = pwd.getpwnam("nobody")
             self._as_user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
             os.chown(self.folder, nobody.pw_uid, nobody.pw_gid)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         word = self.folder / "word"
         word.write_text(PASSWORD)
         word.chmod(0o644)

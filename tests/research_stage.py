@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from processes import command_lines
+
 from hotlap import durable
 from hotlap.clock import Deadline
 from hotlap.research import claim, plan, study
@@ -89,23 +91,17 @@ class Stage:
         return self.folder.secret.read_bytes().strip()
 
 
-def start_study(folder: Path, num_judged: int) -> "subprocess.Popen[str]":
-    argv = [sys.executable, str(DRIVER), str(folder), str(num_judged)]
+def start_study(folder: Path, *numbers: int) -> "subprocess.Popen[str]":
+    """The driver with its numbers, in a process of its own."""
+    argv = [sys.executable, str(DRIVER), str(folder), *map(str, numbers)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 
 
 def living_trials(folder: StudyFolder) -> list[str]:
     """Command lines of processes that work on a trial of this study."""
-    found: list[str] = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if any(word.startswith(str(folder.trials.absolute())) for word in words):
-            found.append(" ".join(words))
-    return found
+    place = str(folder.trials.absolute())
+    return [" ".join(words) for _, words in command_lines() if any(word.startswith(place) for word in words)]
 
 
 def essence(rows: Sequence[Row]) -> list[tuple[Any, ...]]:

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 PACKAGE = "hotlap"
@@ -75,6 +75,7 @@ class Import:
         return name or "__init__"
 
 
+@cache
 def imports_of(module: Module) -> list[Import]:
     """Every import, also inside functions and by name; those for type checkers only are left out."""
     return list(_imports_in(module, module.tree, is_at_import_time=True))
@@ -216,6 +217,7 @@ class Function:
     """Every parameter but `self` or `cls`, and the return."""
 
 
+@cache
 def functions_of(module: Module) -> list[Function]:
     return list(_functions_in(module, module.tree, "", is_in_class=False))
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ports import free_port
+
 from hotlap.cloud.local import LocalProvider
 from hotlap.config_cloud import SshConfig
 
@@ -20,23 +22,22 @@ def program() -> str | None:
 
 
 class Box:
-    """Its HOTLAP_HOME is another than that of whoever logs in."""
+    """Its home, which is its HOTLAP_HOME as well, is another than that of whoever logs in."""
 
     def __init__(self, sshd: str, folder: Path, python: str) -> None:
         folder.mkdir(parents=True)
         self._short = tempfile.mkdtemp(prefix="hotlap-ssh-", dir="/tmp")
         self.home = folder / "box-home"
+        self.home.mkdir()
         for name in ("host", "login"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True, timeout=30)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         host_key = (folder / "host.pub").read_text()
         (folder / "known").write_text(f"[127.0.0.1]:{port} {host_key}")
         (folder / "server").write_text(
             f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder / 'host'}\nPidFile none\nStrictModes no\n"
             f"AuthorizedKeysFile {folder / 'login.pub'}\nPasswordAuthentication no\nUsePAM no\n"
-            f"PermitRootLogin prohibit-password\nMaxStartups 100\nSetEnv HOTLAP_HOME={self.home}\n"
+            f"PermitRootLogin prohibit-password\nMaxStartups 100\nSetEnv HOTLAP_HOME={self.home} HOME={self.home}\n"
         )
         (folder / "client").write_text(
             f"Host box\n HostName 127.0.0.1\n Port {port}\n User {getpass.getuser()}\n"

@@ -218,7 +218,10 @@ def test_the_kernel_is_what_works_here(
             choose_kernel(wanted, device, precision, is_flash_here)
         return
     kernel, why = choose_kernel(wanted, device, precision, is_flash_here)
-    assert kernel == expected and why.startswith("Attention between packed examples is blocked by ")
+    assert kernel == expected and (why is None) == ((wanted, device) == ("auto", "cpu"))
+    if why is None:
+        return
+    assert why.startswith("Attention between packed examples is blocked by ")
     assert ("as slice.attention_kernel says" in why) == (wanted != "auto")
 
 

@@ -1,10 +1,13 @@
 """The first program on a rented machine, as it is started there: `python -S -I`, without anything of ours beside it."""
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hotlap.cloud import boot
+from hotlap.cloud import boot, guardian
 from hotlap.cloud.provider import LINE_PREFIX, event_in
 from hotlap.cloud.runpod_shapes import boot_argv
 from hotlap.testing.fake_runpod import FakeRunpod
@@ -214,6 +217,48 @@ def test_a_job_that_cannot_be_started_is_a_result(started: Any) -> None:
     assert started("no-such-program").wait_for("result")["exit_code"] == 127
 
 
+def test_whatever_fails_in_boot_itself_is_a_result_and_boot_stays(tmp_path: Path) -> None:
+    """One that dies is started again by the platform, and then its launcher hears of a second start only."""
+    broken = "import sys; from hotlap.cloud import boot; boot._kill_orphans = lambda: 1 / 0; boot.main(sys.argv[1:])"
+    env = {"HOTLAP_NOT_AFTER": str(int(time.time()) + 60), "HOTLAP_CAP_S": "20", "PATH": os.environ["PATH"]}
+    process = subprocess.Popen(
+        [sys.executable, "-c", broken, "true"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout
+    try:
+        events = [event_in(process.stdout.readline()) for _ in range(2)]
+        assert events[1] and (events[1]["event"], events[1]["reason"]) == ("result", "unexpected"), events
+        assert "ZeroDivisionError" in events[1]["message"] and process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_process_that_ends_while_all_are_listed_is_nobody_s_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a moment the kernel says of its folder that there is no such process, which `glob` takes for an error of
+    its own. That ended boots before their result, and what looks after machines as well."""
+    real = os.stat
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"/proc/{os.getpid()}/"):
+            raise ProcessLookupError(errno.ESRCH, "No such process")
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    if sys.version_info < (3, 13):
+        with pytest.raises(ProcessLookupError):
+            list(Path("/proc").glob("[0-9]*/stat"))
+    assert os.getpid() in boot.process_ids()
+    child = subprocess.Popen(["sleep", "60"], env={"MARK": "here"})
+    try:
+        assert child.pid in boot._children()
+        assert child.pid in guardian.descendants(os.getpid()) and list(guardian.pids_with("MARK=here")) == [child.pid]
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_the_machine_s_key_is_neither_given_to_the_job_nor_said(started: Any) -> None:
     booted = started("sh", "-c", "env; echo leaked: pod-key-planted", RUNPOD_API_KEY="pod-key-planted")
     booted.wait_for("result")
@@ -254,6 +299,21 @@ def test_no_key_travels_in_the_clear(started: Any) -> None:
     url = "http://192.0.2.1/v2"
     booted = started("true", HOTLAP_LINGER_S="0.1", HOTLAP_RUNPOD_URL=url, RUNPOD_POD_ID="p", RUNPOD_API_KEY="k" * 9)
     assert booted.wait_for("self_end")["rung"] == "hold"
+
+
+def test_an_answer_that_is_none_is_no_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"what?\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert boot._call("DELETE", f"http://127.0.0.1:{server.getsockname()[1]}/v2/pods/p", "k", None) is None
+        thread.join()
 
 
 class _Nothing:
@@ -308,6 +368,7 @@ def test_a_lease_s_name_cannot_leave_the_marker_s_folder() -> None:
         (None, 0, False, (0, "done")),
         (None, 2, False, (2, "crash")),
         (None, -9, False, (6, "crash")),
+        (None, -40, False, (6, "crash")),
         ({"exit_code": 75, "reason": "slice_over"}, 75, False, (75, "slice_over")),
         ({"exit_code": 0, "reason": "done"}, 1, False, (1, "crash")),
         ({"exit_code": 0, "reason": "done"}, -9, True, (124, "overran")),

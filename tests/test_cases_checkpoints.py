@@ -329,21 +329,22 @@ def on_volume(make_config: MakeConfig, volume: Volume, every_s: float = 0.01) ->
     return make_config(output_dir=volume.folder / "runs", train__max_steps=NUM_STEPS, checkpoint__every_s=every_s)
 
 
-def started(zygote: Zygote, config: RunConfig, step: int, **told: str) -> SliceProcess:
-    """A slice that has published step 0 and made `step`."""
-    process = zygote.start(config, TOLD, {"TEST_STEP_S": "0.03", **told})
+def started(zygote: Zygote, config: RunConfig, go: Path, **told: str) -> SliceProcess:
+    """A slice that has published step 0 and made step 3, and makes the next when `go` is there."""
+    process = zygote.start(config, TOLD, {"TEST_WAIT_BEFORE": f"4 {go}", **told})
     process.wait_for("published")
-    process.wait_for("step", step=step)
+    process.wait_for("step", step=3)
     return process
 
 
 def test_b10_a_slice_on_a_full_disk_ends_with_words_and_goes_on_later(
-    zygote: Zygote, make_config: MakeConfig, volume: Volume
+    zygote: Zygote, make_config: MakeConfig, volume: Volume, tmp_path: Path
 ):
     """The metrics meet the full disk first; they must not be what ends it, nor may they be lost."""
     config = on_volume(make_config, volume, every_s=1e3)
-    process = started(zygote, config, step=3, TEST_RETRY_FOR_S="0.3")
+    process = started(zygote, config, tmp_path / "go", TEST_RETRY_FOR_S="0.3")
     filler = volume.fill()
+    (tmp_path / "go").touch()
     process.wait()
     message = failed(process, 7, "disk_full")
     assert "it needs " in message and "are free" in message and "Free some space" in message
@@ -356,13 +357,17 @@ def test_b10_a_slice_on_a_full_disk_ends_with_words_and_goes_on_later(
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
 
 
-def test_b10_a_slice_waits_for_space_and_loses_nothing(zygote: Zygote, make_config: MakeConfig, volume: Volume):
+def test_b10_a_slice_waits_for_space_and_loses_nothing(
+    zygote: Zygote, make_config: MakeConfig, volume: Volume, tmp_path: Path
+):
     config = on_volume(make_config, volume, every_s=1e3)
-    process = started(zygote, config, step=3, TEST_RETRY_FOR_S="30")
+    process = started(zygote, config, tmp_path / "go", TEST_RETRY_FOR_S="100")
     filler = volume.fill()
+    (tmp_path / "go").touch()
     process.wait_for("step", step=NUM_STEPS)
+    process.wait_for_talk("its metrics wait in memory")
     time.sleep(0.3)
-    assert not process.is_over() and "its metrics wait in memory" in process.talk()
+    assert not process.is_over()
     filler.unlink()
     process.wait()
     assert finish(process)["resumed_at"] == 0
@@ -380,10 +385,11 @@ def test_b10_a_file_size_limit_reads_like_a_full_disk(zygote: Zygote, make_confi
     assert finish(zygote.run(config))["step"] == 3
 
 
-def test_b10_a_volume_that_turns_read_only(zygote: Zygote, make_config: MakeConfig, volume: Volume):
+def test_b10_a_volume_that_turns_read_only(zygote: Zygote, make_config: MakeConfig, volume: Volume, tmp_path: Path):
     config = on_volume(make_config, volume)
-    process = started(zygote, config, step=3)
+    process = started(zygote, config, tmp_path / "go", TEST_PUBLISH_IN_STEP="1")
     volume.remount_read_only()
+    (tmp_path / "go").touch()
     process.wait()
     assert "remount it for writing" in failed(process, 7, "read_only")
     assert 0 < process.result()["step"] < NUM_STEPS
@@ -393,11 +399,12 @@ def test_b10_a_volume_that_turns_read_only(zygote: Zygote, make_config: MakeConf
     assert finish(zygote.run(config))["resumed_at"] == newest.step
 
 
-def test_b10_a_volume_that_vanishes(zygote: Zygote, make_config: MakeConfig, volume: Volume):
+def test_b10_a_volume_that_vanishes(zygote: Zygote, make_config: MakeConfig, volume: Volume, tmp_path: Path):
     """Its mount point is an ordinary folder from then on, on a disk with plenty of space: nothing may land there."""
     config = on_volume(make_config, volume)
-    process = started(zygote, config, step=3)
+    process = started(zygote, config, tmp_path / "go")
     volume.vanish()
+    (tmp_path / "go").touch()
     process.wait()
     assert "run the same command again" in failed(process, 7, "volume_gone")
     assert list(volume.folder.iterdir()) == []
@@ -405,8 +412,9 @@ def test_b10_a_volume_that_vanishes(zygote: Zygote, make_config: MakeConfig, vol
 
 def test_b10_a_run_folder_that_is_removed(zygote: Zygote, make_config: MakeConfig, tmp_path: Path):
     config = make_config(train__max_steps=NUM_STEPS, checkpoint__every_s=0.01)
-    process = started(zygote, config, step=3)
+    process = started(zygote, config, tmp_path / "go")
     config.run_folder.rename(tmp_path / "elsewhere")
+    (tmp_path / "go").touch()
     process.wait()
     assert "run the same command again" in failed(process, 7, "volume_gone")
     assert not config.run_folder.exists()

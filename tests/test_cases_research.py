@@ -100,13 +100,10 @@ def test_b56_of_200_null_changes_few_are_claimed_and_of_20_real_ones_most() -> N
 
 def test_b57_a_killed_runner_s_trial_is_marked_and_made_again(tmp_path: Path) -> None:
     """Six trials; the runner is killed in the third. The naive fold still holds it for running."""
-    stage = Stage(make_study(tmp_path, noise=0.0, sleep_s=0.3, baseline_runs=1))
-    process = start_study(tmp_path, 6)
-    while not any(row["kind"] == "started" and row["proposal"] == 2 for row in stage.rows):
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    stage = Stage(make_study(tmp_path, noise=0.0, sleep_s=0.1, baseline_runs=1))
+    process = start_study(tmp_path, 6, 2)
+    words, _ = process.communicate(timeout=170)
+    assert process.returncode == -signal.SIGKILL, words
     naive_running = {row["run_id"] for row in stage.rows if row["kind"] == "started"} - {
         row["run_id"] for row in stage.rows if row["kind"] == "run"
     }
@@ -131,9 +128,11 @@ def test_b57_a_second_live_runner_is_refused(tmp_path: Path) -> None:
     stage = Stage(tmp_path / "study.toml")
     while not living_trials(stage.folder):
         time.sleep(0.01)
+    process.send_signal(signal.SIGSTOP)  # it lives, and is not done before we have asked
     with pytest.raises(RunLocked, match="Another process"):
         stage.search(3)
     assert stage.history.num_started >= 1, "readers are welcome"
+    process.send_signal(signal.SIGCONT)
     assert process.communicate(timeout=120)[0].splitlines()[-1] == "trials"
 
 

@@ -24,11 +24,12 @@ from hotlap import checkpoint, clock, durable, runs, supervise
 from hotlap.config import RunConfig
 from hotlap.runs import RunFolder
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 TOLD = "patches:as_told"
-SLACK_S = 1.0
-"""For a machine that has other things to do, and for noticing that a process has ended."""
+SLACK_S = 6.0
+"""For a machine that has other things to do, and for noticing that a process has ended. What a naive slice takes longer
+is longer than that, and passes in sleep."""
 
 
 def checkpoints_of(config: RunConfig) -> list[int]:
@@ -44,10 +45,10 @@ def last_step(process: SliceProcess) -> int:
 # --- B50: signals ---
 
 GRACE_S = 2.5
-LONG_S = 4.0
+LONG_S = 12.0
 WRITE_S = 2.0
 STEP_S = 0.1
-"""Half of the report's times, so that the ratios stay."""
+"""Half of the report's times, but for what is long: a stopped slice does not sit it out."""
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Stopped:
         for index, number in enumerate(self.signals):
             time.sleep(self.gap_s if index else 0.0)
             self.process.kill(number)
-        self.process.wait(60.0)
+        self.process.wait()
         self.took_s = time.monotonic() - began_s
 
 
@@ -232,7 +233,7 @@ class Capped:
         for told in self.told:
             began_s = time.monotonic()
             process = zygote.start(self.config, TOLD, {"HOTLAP_HOME": str(home), **told})
-            process.wait(60.0)
+            process.wait()
             self.walls_s.append(time.monotonic() - began_s)
             self.processes.append(process)
             self.steps.append(checkpoints_of(self.config))
@@ -247,18 +248,18 @@ class Capped:
 
 
 EVALUATES = {"data__eval_examples": 4, "eval__every_steps": 3, "train__max_steps": 24}
-"""Three steps of 1.2 s, then an evaluation of 5.2 s: too much for the rest of 9 s, and not for a whole slice."""
+"""Three steps of 2 s, then an evaluation of 8 s: too much for the rest of 14 s, and not for a whole slice."""
 
 
 def capped_scenarios() -> dict[str, Capped]:
     steps, write = {"TEST_STEP_S": "0.3"}, {"TEST_WRITE_S": "2.4"}
-    evaluation = {"TEST_STEP_S": "1.2", "TEST_EVALUATION_S": "5.2"}
+    evaluation = {"TEST_STEP_S": "2", "TEST_EVALUATION_S": "8"}
     never = {**steps, "TEST_EVALUATION_S": "30"}
     return {
-        "evaluation": Capped(9.0, [evaluation, evaluation], EVALUATES),
-        "endless evaluation": Capped(9.0, [never, never], {**EVALUATES, "eval__every_steps": 1}),
-        "slow save": Capped(9.0, [{**steps, **write}] * 2),
-        "naive": Capped(6.0, [{**steps, **write, "TEST_NAIVE": "tail"}]),
+        "evaluation": Capped(14.0, [evaluation, evaluation], EVALUATES),
+        "endless evaluation": Capped(14.0, [never, never], {**EVALUATES, "eval__every_steps": 1}),
+        "slow save": Capped(14.0, [{**steps, **write}] * 2),
+        "naive": Capped(6.0, [{**steps, "TEST_WRITE_S": "9", "TEST_NAIVE": "tail"}]),
         "steps": Capped(8.0, [{"TEST_STEP_S": "0.5"}] * 2),
         "clock": Capped(8.0, [{**steps, "TEST_WALL_CLOCK_JUMPS_AT": "3"}] * 2),
     }

@@ -129,11 +129,19 @@ def test_a_second_interrupt_leaves_at_once(tiny_args: list[str], tmp_path: Path)
     slice_pid = json.loads((tmp_path / "runs/tiny/slices/0001/holder.json").read_text())["pid"]
     os.kill(slice_pid, signal.SIGSTOP)  # a slice that hangs does not answer the first
     chain.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    while not _awaits(slice_pid, signal.SIGTERM):
+        time.sleep(0.01)
     chain.send_signal(signal.SIGINT)
     _, err = chain.communicate(timeout=60)
     assert chain.returncode == 130, err
     assert not Path(f"/proc/{slice_pid}").exists()
+
+
+def _awaits(pid: int, number: int) -> bool:
+    """Whether a signal was sent to a stopped process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", status, flags=re.M)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in pending)
 
 
 def _start(args: list[str], cwd: Path) -> subprocess.Popen[str]:
@@ -148,8 +156,13 @@ def _wait_for_steps(metrics: Path, timeout_s: float = 90.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.long
-def test_errors_have_code_reason_and_way_out(tmp_path: Path, f3: Path) -> None:
+def test_errors_have_code_reason_and_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole program but for the start of its process."""
+    from hotlap.cli import main
+
+    monkeypatch.chdir(tmp_path)
     cases = [
         (("train",), 2, "config", "base_model: is missing"),
         (("train", "nonesuch.toml"), 2, "config", "nonesuch.toml does not exist"),
@@ -165,12 +178,16 @@ def test_errors_have_code_reason_and_way_out(tmp_path: Path, f3: Path) -> None:
         (("runs", "red\x1b[31m\x07"), 2, "usage", "no run 'red"),
     ]
     for args, code, reason, words in cases:
-        process = hotlap(*args, "--json", cwd=tmp_path, check=code)
-        assert all(char.isprintable() or char == "\n" for char in process.stderr)
-        last_line = process.stderr.splitlines()[-1]
+        monkeypatch.setattr(sys, "argv", ["hotlap", *args, "--json"])
+        with pytest.raises(SystemExit) as left:
+            main()
+        said = capsys.readouterr()
+        assert left.value.code == code, said.err
+        assert all(char.isprintable() or char == "\n" for char in said.err)
+        last_line = said.err.splitlines()[-1]
         assert re.match(rf"hotlap: exit {code} {reason or '[a-z]+'}: ", last_line), last_line
         assert words in last_line
-        answer = json.loads(process.stdout)
+        answer = json.loads(said.out)
         assert answer["exit_code"] == code and f"exit {code} {answer['reason']}" in last_line
 
 

@@ -293,6 +293,40 @@ def test_what_cannot_be_converted_is_one_clear_line(tmp_path: Path, spoil: str, 
     assert "\n" not in str(failure.value)
 
 
+def test_what_transformers_leaves_in_the_file_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Scaled positions and the largest Gemma 3's attention scale, and heads of another width than Qwen 3's."""
+    import gguf
+    from transformers import AutoConfig
+
+    monkeypatch.setattr(gguf, "GGUFReader", gguf.gguf_reader.GGUFReader)  # a conversion in this process changes it
+
+    def completed(architecture: str, num_layers: int) -> Any:
+        path = tmp_path / f"{architecture}-{num_layers}.gguf"
+        writer = gguf.GGUFWriter(str(path), architecture)
+        writer.add_block_count(num_layers)
+        writer.add_embedding_length(640)
+        writer.add_head_count(4)
+        writer.add_key_length(64)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(8.0)
+        writer.add_token_list(["a"])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        config = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
+        convert._complete(config, gguf.GGUFReader(path))
+        return config
+
+    gemma3 = completed("gemma3", 34)
+    assert gemma3.query_pre_attn_scalar == gemma3.head_dim == 64
+    assert gemma3.rope_parameters == {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    assert completed("gemma3", 62).query_pre_attn_scalar == 160
+    assert completed("qwen3", 2).head_dim == 64
+
+
 @pytest.mark.usefixtures("library")
 def test_a_full_disk_is_told_from_other_errors_of_the_writing_libraries(tmp_path: Path):
     write_gguf(tmp_path / "a.gguf")

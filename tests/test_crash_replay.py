@@ -17,7 +17,7 @@ import pytest
 from crash_disk import RecordingDisk, crash_states
 from test_golden import state_of
 
-from hotlap import clock, durable, runs
+from hotlap import clock, durable, guard, runs
 from hotlap.config import RunConfig
 from hotlap.runs import RunFolder
 
@@ -26,13 +26,14 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def new_process(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """All slices run in this process, which loads the base model once. Call this where a new process would start:
-    from then on the one before counts as dead."""
+    """All slices run in this process, which loads the base model once, and looks for no servers among all processes.
+    Call this where a new process would start: from then on the one before counts as dead."""
     from hotlap.train import model
 
     base = model.load_base(tiny_model)
     births = itertools.count()
-    monkeypatch.setattr(model, "load_base", lambda folder, *_: copy.deepcopy(base))
+    monkeypatch.setattr(model, "load_base", lambda folder, *_: copy.deepcopy(base, {id(base.config): base.config}))
+    monkeypatch.setattr(guard, "require_not_serving", lambda: None)
 
     def start() -> None:
         birth = f"{next(births)}"
@@ -82,6 +83,7 @@ def test_resumes_from_every_state_a_crash_may_leave(
         data__eval_examples=4,
         eval__every_steps=2,
         train__max_steps=4,
+        train__grad_accumulation=1,
         checkpoint__keep=1,
     )
     new_process()

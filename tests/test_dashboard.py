@@ -5,12 +5,13 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from browser import browsing
+from starlette.testclient import TestClient
 
 from hotlap import clock, durable, runs
 from hotlap.cloud.lease import Lease
@@ -18,6 +19,7 @@ from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.provider import Listing, Machine, Start, Tags
 from hotlap.config import CloudConfig
+from hotlap.report.dashboard import Stops, make_app
 from hotlap.report.live import Follower, Slices, Verdicts, machine_rows
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -116,6 +118,100 @@ def test_verdicts_are_read_as_they_come(tmp_path: Path) -> None:
 # --- who may come in ---
 
 
+def ended_by(token: str | None = None) -> tuple[TestClient, list[str]]:
+    """A dashboard with one machine, of the run `mine`, and the runs whose machines were ended."""
+    ended: list[str] = []
+
+    def end(run: str, say: Callable[[str], None]) -> str:
+        ended.append(run)
+        return "gone"
+
+    app = make_app(lambda: {"machines": [{"run": "mine", "may_stop": True}]}, Stops(end), token)
+    return TestClient(app, base_url="http://127.0.0.1:8787"), ended
+
+
+def secret_of(client: TestClient) -> str:
+    return client.get("/").text.partition('name="hotlap-secret" content="')[2].partition('"')[0]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8787", "localhost:8787", "LOCALHOST", "[::1]:8787"])
+def test_a_name_of_this_machine_is_let_in(host: str) -> None:
+    client, _ = ended_by()
+    assert client.get("/", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("evil.example", "evil.example:8787", "127.0.0.1.evil.example", "localhost.evil.example:8787", "127.0.0.2"),
+        *(
+            "0.0.0.0:8787",
+            "localhost.",
+            "2130706433",
+            "",
+            "[",
+            "[::1",
+            "evil.example#@localhost",
+            "localhost@evil.example",
+        ),
+    ],
+)
+def test_a_name_that_was_made_to_mean_this_machine_is_refused(host: str) -> None:
+    """DNS rebinding: the browser believes that it talks to the other page's own server, so nothing but the name that
+    it was told to go to gives it away. Nor is the page's secret shown."""
+    client, ended = ended_by()
+    for path in ("/", "/state", "/events", "/dashboard.js"):
+        answer = client.get(path, headers={"Host": host})
+        assert answer.status_code == 403 and "secret" not in answer.text
+    given = {"Host": host, "X-Hotlap-Secret": secret_of(client)}
+    assert client.post("/stop", json={"run": "mine"}, headers=given).status_code == 403 and ended == []
+
+
+OTHER_PAGES = [
+    {"Origin": "http://evil.example"},
+    {"Origin": "http://127.0.0.1:9999"},  # another program of this machine
+    {"Origin": "http://127.0.0.1:8787.evil.example"},
+    {"Origin": "null"},  # a frame without an origin, a file
+    {"Origin": ""},
+    {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+    {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "cors"},
+]
+
+
+@pytest.mark.parametrize("headers", OTHER_PAGES, ids=str)
+@pytest.mark.parametrize("token", [None, "t"])
+def test_another_page_in_the_same_browser_is_refused(headers: dict[str, str], token: str | None) -> None:
+    client, ended = ended_by(token)
+    client.cookies.set("hotlap_dashboard", "t")
+    given = {**headers, "X-Hotlap-Secret": secret_of(client)}
+    assert client.post("/stop", json={"run": "mine"}, headers=given).status_code == 403
+    assert (
+        client.get("/state", headers=headers).status_code == client.get("/events", headers=headers).status_code == 403
+    )
+    visit = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    assert client.post("/stop", json={"run": "mine"}, headers={**given, **visit}).status_code == 403
+    assert ended == []
+    assert client.get("/", headers=visit).status_code == 200
+
+
+def test_our_own_page_ends_what_is_rented_and_nothing_else() -> None:
+    client, ended = ended_by()
+    own = {"Origin": "http://127.0.0.1:8787", "Sec-Fetch-Site": "same-origin", "X-Hotlap-Secret": secret_of(client)}
+    for body, code in ((b"", 400), (b"[]", 400), (b'{"run": ["mine"]}', 404), (b'{"run": "yours"}', 404)):
+        assert client.post("/stop", content=body, headers=own).status_code == code
+    assert client.post("/stop", json={"run": "mine"}, headers={**own, "X-Hotlap-Secret": "x"}).status_code == 403
+    assert ended == []
+    assert client.post("/stop", json={"run": "mine"}, headers=own).status_code == 202
+    assert ended == ["mine"]
+
+
+def test_elsewhere_nobody_comes_in_without_the_token() -> None:
+    client, ended = ended_by("t")
+    assert client.get("/").status_code == client.get("/?token=x").status_code == client.post("/stop").status_code == 401
+    assert client.get("/", params={"token": "t"}, follow_redirects=False).status_code == 303
+    assert client.get("/state").status_code == 200 and ended == []
+
+
 @pytest.mark.long
 def test_a_token_is_asked_for_away_from_loopback(tmp_path: Path) -> None:
     with dashboard(tmp_path, "--host", "0.0.0.0") as (base, path):
@@ -163,7 +259,9 @@ def test_the_button_ends_a_real_machine_with_proof(home: Path, tmp_path: Path) -
             assert browser.run("document.documentElement.scrollWidth <= innerWidth")
             before = browser.run(f"{row}.children[7].textContent")
             browser.wait(f"{row}.children[7].textContent !== {json.dumps(before)}")
-            assert ("button", f"End machine {machine.machine_id} of {EVIL}") in browser.names()
+            names = browser.names()
+            assert ("button", f"End machine {machine.machine_id} of {EVIL}") in names
+            assert {("table", "Machines"), ("rowheader", EVIL), ("columnheader", "time left")} <= set(names)
 
             browser.run(f"{row}.querySelector('button').focus()")
             browser.press("Enter")

@@ -112,9 +112,10 @@ def test_a_head_saved_beside_what_it_is_tied_to_is_told_and_loaded(families: dic
 _LEAN = """
 import json, sys
 from pathlib import Path
-import torch
-from hotlap.train.lean import is_tried, lean_imports
+from hotlap.train.lean import import_torch, is_tried, lean_imports
 assert is_tried()
+import_torch()
+import torch
 with lean_imports():
     import hotlap.train.loop
 from hotlap.config import LoraConfig, OptimConfig
@@ -130,7 +131,8 @@ hidden_BTD = ours.hidden(tokens_BT, torch.ones_like(tokens_BT))
 ours.logits(hidden_BTD).logsumexp(-1).sum().backward()
 optimizer.step()
 optimizer.zero_grad(set_to_none=True)
-heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "bitsandbytes", "boto3", "sympy")
+heavy = ("torch._meta_registrations", "scipy", "PIL")
+heavy += ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "bitsandbytes", "boto3", "sympy")
 found = {"loaded": [name for name in heavy if name in sys.modules]}
 # Afterwards, everything can be imported and does what it does.
 stock = base.load_base(folder, is_direct=False)
@@ -138,6 +140,8 @@ again = direct.load(folder, torch.float32, tokens_BT.device)
 found["stock"] = torch.equal(stock(tokens_BT).logits, again(tokens_BT).logits)
 found["generated"] = stock.generate(tokens_BT, max_new_tokens=2, do_sample=False).shape[1]
 optim.build(ours.parameters, OptimConfig(kind="adamw8bit"))
+found["shapes"] = list(torch.nn.functional.silu(torch.empty(3, 4, device="meta")).shape)
+found["compiled"] = float(torch.compile(lambda x: x.sin() + 1, backend="aot_eager")(torch.zeros(2)).sum())
 import torch._dynamo
 found["compiler"] = hasattr(torch._dynamo, "optimize") and torch.distributed.is_available()
 print(json.dumps(found))
@@ -149,7 +153,8 @@ def test_a_step_imports_neither_compiler_nor_bitsandbytes_and_both_work_afterwar
     process = subprocess.run(argv, env={**os.environ}, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout.splitlines()[-1])
-    assert found == {"loaded": [], "stock": True, "generated": 26, "compiler": True}
+    expected = {"loaded": [], "stock": True, "generated": 26, "shapes": [3, 4], "compiled": 2.0, "compiler": True}
+    assert found == expected
 
 
 def test_the_optimizer_is_torchs_number_for_number() -> None:

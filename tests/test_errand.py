@@ -54,14 +54,16 @@ def test_a_verification_goes_on_on_a_second_machine_and_its_verdict_comes_home(
         "sys.exit(code)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    errand = errands.verification("submissions/001-ada", "c1", 3, 30.0, str(tmp_path), module="stand_in")
+    errand = errands.verification(
+        "submissions/001-ada", "0123456789abcdef", "c1", 3, 30.0, str(tmp_path), module="stand_in"
+    )
     ends, words = run(errand, ledger, num=4)
     results = [end.end.result for end in ends if end.end]
     assert [(row["exit_code"], row["reason"]) for row in results if row] == [(75, "slice_over"), (8, "undecided")], (
         words
     )
     assert [lease.outcome for lease in ledger.leases_of("verify-001-ada")] == ["slice_over", "undecided"]
-    out = tmp_path / "verifications" / "001-ada"
+    out = tmp_path / "verifications" / "001-ada-0123456789ab"
     asked = json.loads((out / "run-1").read_text())
     assert asked == [str(tmp_path / "submissions/001-ada"), "--track", "c1", "--runs", "3", "--out", str(out)]
     assert any(word.startswith("| HOTLAP: ") for word in words), words
@@ -106,8 +108,8 @@ def test_a_dry_run_tells_what_a_session_costs_and_a_trial_too_long_is_refused(
     words = ["launch", "--job", "research", "--on", "local", "--dry-run", "--json", "lr.toml"]
     told = CliRunner().invoke(cli, words)
     assert told.exit_code == 0, told.output
-    # 370 s at $3.60 and 5 % on top are $0.3885.
-    assert "a full 8-iteration session costs at most $0.3885: about " in told.stderr
+    # A machine of 370 s at $3.60 and 5 % on top is $0.3885.
+    assert "A full 8-iteration session costs about $0.3885: 18 runs of " in told.stderr
     assert json.loads(told.stdout)["usd_micros"] == 388_500
     Path("lr.toml").write_text(STUDY.replace("= 5", "= 200"))
     refused = CliRunner().invoke(cli, words)

@@ -2,7 +2,7 @@
 
 import json
 import math
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -147,16 +147,12 @@ def test_greedy_answers_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_an_adapter_that_changes_nothing_is_seen(tmp_path: Path) -> None:
+def test_an_adapter_that_changes_nothing_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the whole program, as `python -m` runs it."""
     metric = {"type": "loss", "target": 1.0, "prompt": "{question}=", "batch_rows": 2}
     order, _ = order_for(tmp_path, metric, 0.0)
-    done = subprocess.run(
-        [sys.executable, "-m", "hotlap.speedrun.evaluate", str(_written(tmp_path, order))],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["evaluate", str(_written(tmp_path, order))])
+    runpy.run_path(evaluate.__file__, run_name="__main__")
     assert json.loads((tmp_path / "score.json").read_text())["adapter_effect"] == 0.0
 
 

@@ -77,26 +77,31 @@ def test_samples_are_the_model_s_answers_and_change_nothing(
     run = RunFolder(sampled.run_folder)
     rows = durable.read_rows(run.samples)
     assert [(row["step"], row["prompt"]) for row in rows] == [
-        (step, prompt) for step in (4, 8, 12) for prompt in prompts
+        (step, prompt) for step in (0, 4, 8, 12) for prompt in prompts
+    ]
+    assert [row["text"] for row in rows[:2]] == [
+        each["text"] for each in answers(Order(tiny_model, None, list(prompts), 6))
     ]
     told = answers(Order(tiny_model, run.adapter, list(prompts), 6))
     assert [row["text"] for row in rows[-2:]] == [each["text"] for each in told]
 
 
-def test_samples_of_a_step_that_is_trained_again_are_written_once(zygote: Zygote, make_config: MakeConfig) -> None:
+def test_samples_of_a_step_that_is_trained_again_are_written_once(
+    zygote: Zygote, make_config: MakeConfig, tmp_path: Path
+) -> None:
     """A kill takes steps back; their samples go with them."""
     asking = {"every_steps": 1, "sample_prompts": ("q1",), "sample_tokens": 3}
     settings: dict[str, Any] = {"data__eval_examples": 6, "train__max_steps": 8, "eval": asking}
     whole, killed = make_config(run="whole", **settings), make_config(run="killed", **settings)
     assert finish(zygote, whole) == 1
-    process = zygote.start(killed, "patches:slow_steps")
+    process = zygote.start(killed, "patches:as_told", {"TEST_WAIT_BEFORE": f"7 {tmp_path / 'never'}"})
     process.wait_for("step", step=6)
     process.kill()
     process.wait()
     assert finish(zygote, killed) == 1
     rows = durable.read_rows(RunFolder(killed.run_folder).samples)
     assert rows == durable.read_rows(RunFolder(whole.run_folder).samples)
-    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["step"] for row in rows] == list(range(9))
 
 
 @pytest.mark.parametrize("asking", [{"patience": 2}, {"sample_prompts": ["q1"]}])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import command_lines
 from research_stage import PROGRAM, Stage, living_trials, make_study
 from trial_program import axes
 
@@ -126,15 +127,10 @@ def test_a_stop_is_told_as_one(make: Make, tmp_path: Path) -> None:
 
 def pids_of(run_id: str, folder: Path) -> list[int]:
     """Processes that work on a run: in the test's folder here, or in the nodes' beside it."""
-    found: list[int] = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if any(word.startswith(str(folder.parent)) and f"/{run_id}" in word for word in words):
-            found.append(int(path.parent.name))
-    return found
+    place = str(folder.parent)
+    return [
+        pid for pid, words in command_lines() if any(word.startswith(place) and f"/{run_id}" in word for word in words)
+    ]
 
 
 def wait_until(holds: Callable[[], object]) -> None:

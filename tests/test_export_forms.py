@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import make_family
-from fixtures_data import f3_rows, write_jsonl
+from families import SHAPE, SLIDING, WINDOW, make_family, save_random
+from fixtures_data import F4, f3_rows, write_jsonl
 from tiny import tiny_config
 from zygote import Zygote
 
@@ -151,20 +152,108 @@ def test_gguf_finds_heads_in_another_order(tmp_path: Path, splitting: Callable[[
         gguf.work({"source": str(source), "target": str(tmp_path / "m.gguf"), "type": "f16"}, lambda line: None)
 
 
-def test_gguf_refuses_what_it_cannot_say(gemma: Path, tmp_path: Path) -> None:
+def released_gemma3() -> Any:
+    """As Gemma 3 was released, but for its size: a window in five layers of six, and two bases of positions."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    ids = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **{**SHAPE, **ids}, num_hidden_layers=7, head_dim=16, query_pre_attn_scalar=16, sliding_window=WINDOW
+        )
+    )
+
+
+def write_gemma_tokenizer(folder: Path) -> Path:
+    """Pieces, letters, and bytes for all else; spaces are characters."""
+    from transformers import GemmaTokenizer
+
+    texts = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    texts += ["▁▁", "th", "the", "▁the", "▁", *"abcdefghijklmnopqrstuvwxyz.,?\n"]
+    vocab = {text: number for number, text in enumerate(texts)}
+    merges = [("▁", "▁"), ("t", "h"), ("th", "e"), ("▁", "the")]
+    GemmaTokenizer(vocab=vocab, merges=merges).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(F4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gemma_tokenizer(save_random(tmp_path_factory.mktemp("gemma3"), released_gemma3))
+
+
+def test_gguf_of_a_gemma_3_loads_back_as_the_same_model(
+    gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms that lack one, pieces with scores, windows, two bases; and the scale that no key holds."""
+    from transformers import AutoTokenizer
+
+    from hotlap.export import gguf, vocabulary
+    from hotlap.train import convert
+
+    target = tmp_path / "model.gguf"
+    found = gguf.work({"source": str(gemma3), "target": str(target), "type": "f16"}, lambda line: None)
+    assert 0 < found["error_to_source"] < 0.005
+    convert.convert(target, tmp_path / "folder")
+    texts = ["the  three\n\n   Then, Čau 你好 🙂 12", " the▁▁the", "<bos>the<eos>"]
+    assert vocabulary.first_difference(gemma3, AutoTokenizer.from_pretrained(tmp_path / "folder"), texts) is None
+    monkeypatch.setattr(convert, "_complete", lambda config, file: None)  # the naive way
+    with pytest.raises(errors.ProofFailed, match="another model"):
+        gguf.check(gemma3, target, gguf.ALLOWED["f16"], lambda line: None)
+
+
+def changed(source: Path, target: Path, **fields: Any) -> Path:
+    """A model folder whose configuration says something else."""
+    shutil.copytree(source, target)
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **fields}))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"layer_types": [*SLIDING] * 3 + ["sliding_attention"]}, r"full attention in layers \[1, 3, 5\].*takes \[5\]"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0.*takes none"),
+        ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar 64.*takes 16"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "positions of type linear.*takes default"),
+        ({"rope_parameters": None, "rope_local_base_freq": 5000.0}, "rope_local_base_freq 5000.0.*takes 10000.0"),
+    ],
+)
+def test_gguf_refuses_a_gemma_3_that_no_key_describes(
+    fields: dict[str, Any], why: str, gemma3: Path, tmp_path: Path
+) -> None:
     from hotlap.export import gguf
 
-    with pytest.raises(errors.ConfigError, match=r"gemma4 model .*convert_hf_to_gguf.py"):
+    with pytest.raises(errors.ConfigError, match=f"{why}.*convert_hf_to_gguf.py"):
+        gguf.write(changed(gemma3, tmp_path / "other", **fields), tmp_path / "m.gguf", "f16")
+
+
+def test_gguf_refuses_what_it_cannot_say(gemma: Path, gemma3: Path, tmp_path: Path) -> None:
+    from hotlap.export import gguf
+
+    with pytest.raises(errors.ConfigError, match=r"gemma4 model.*convert_hf_to_gguf.py"):
         gguf.write(gemma, tmp_path / "m.gguf", "f16")
-    source = make_family(tmp_path / "llama", "llama")  # whose text is not split at all
+    source = make_family(tmp_path / "mistral", "mistral")
+    with pytest.raises(errors.ConfigError, match=f"a window of {WINDOW}.*takes none"):
+        gguf.write(source, tmp_path / "m.gguf", "f16")
+    # Who reads such a text cannot outgrow the window; but it is not split at all.
     with pytest.raises(errors.ConfigError, match="splits text by a rule"):
-        gguf.write(source, tmp_path / "n.gguf", "f16")
+        gguf.write(changed(source, tmp_path / "wide", sliding_window=128), tmp_path / "m.gguf", "f16")
+    tokenizer = json.loads((gemma3 / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"].reverse()
+    disordered = changed(gemma3, tmp_path / "disordered")
+    (disordered / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(errors.ConfigError, match="merges in another order"):
+        gguf.write(disordered, tmp_path / "m.gguf", "f16")
+    tokenizer["normalizer"] = {"type": "Prepend", "prepend": "▁"}
+    (disordered / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(errors.ConfigError, match="neither a byte-level BPE nor Gemma's"):
+        gguf.write(disordered, tmp_path / "m.gguf", "f16")
 
 
 @pytest.mark.long
 def test_q4_k_m_by_the_user_s_llama_cpp(tmp_path: Path, splitting: Callable[[Path], Path]) -> None:
-    import shutil
-
     program = shutil.which("llama-quantize")
     if program is None:
         pytest.skip("llama.cpp's llama-quantize is not on the PATH")

@@ -383,7 +383,10 @@ def test_its_other_endings(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
 def test_a_child_does_not_outlive_its_parent() -> None:
-    sleeper = "import time; from hotlap.train.channel import *; die_with_parent(); say('up'); time.sleep(60)"
+    sleeper = (
+        "import sys, time; from hotlap.child import die_with_parent; "
+        "die_with_parent(); print('up', file=sys.stderr, flush=True); time.sleep(60)"
+    )
     parent = (
         f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {sleeper!r}]); "
         "print(child.pid, flush=True); child.wait()"

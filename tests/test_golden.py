@@ -20,6 +20,7 @@ from hotlap.runs import RunFolder
 pytestmark = pytest.mark.torch
 
 MakeConfig = Callable[..., RunConfig]
+TOLD = "patches:as_told"
 
 
 def state_of(run: RunFolder) -> dict[str, str]:
@@ -35,10 +36,10 @@ def state_of(run: RunFolder) -> dict[str, str]:
     }
 
 
-def finish(zygote: Zygote, config: RunConfig, num_slices: int = 50, patch: str | None = None) -> int:
+def finish(zygote: Zygote, config: RunConfig, num_slices: int = 50, **told: str) -> int:
     """Slices until the run is done; how many that took."""
     for number in range(1, num_slices + 1):
-        process = zygote.run(config, patch)
+        process = zygote.run(config, TOLD, **told)
         if process.status == 0:
             return number
         assert process.status == 75, process.talk()
@@ -66,11 +67,13 @@ def test_same_command_twice_gives_the_same_bits(zygote: Zygote, config: RunConfi
     assert state_of(RunFolder(config.run_folder)) == uncut
 
 
-def test_cut_by_stop_signals(zygote: Zygote, config: RunConfig, uncut: dict[str, str]) -> None:
+def test_cut_by_stop_signals(zygote: Zygote, config: RunConfig, uncut: dict[str, str], tmp_path: Path) -> None:
     for step in (3, 8, 20):
-        process = zygote.start(config)
+        go = tmp_path / f"after-{step}"
+        process = zygote.start(config, TOLD, {"TEST_WAIT_BEFORE": f"{step + 1} {go}"})
         process.wait_for("step", step=step)
         process.kill(signal.SIGINT if step == 8 else signal.SIGTERM)
+        go.touch()
         assert process.wait() == 75, process.talk()
         assert process.result()["reason"] == "stopped"
         assert process.result()["step"] >= step
@@ -79,9 +82,9 @@ def test_cut_by_stop_signals(zygote: Zygote, config: RunConfig, uncut: dict[str,
 
 
 def test_cut_by_deadlines(zygote: Zygote, make_config: MakeConfig, uncut: dict[str, str]) -> None:
-    """Steps slowed to 0.2 s, so that a cap of a few seconds ends in the middle."""
-    config = make_config(data__eval_examples=6, eval__every_steps=7, slice__minutes=6 / 60)
-    assert finish(zygote, config, patch="patches:slow_steps") > 1
+    """Steps slowed, so that a cap of ten seconds ends in the middle."""
+    config = make_config(data__eval_examples=6, eval__every_steps=7, slice__minutes=10 / 60)
+    assert finish(zygote, config, TEST_STEP_S="0.4") > 1
     run = RunFolder(config.run_folder)
     assert {state.ending for state in runs.all_slices(run)} == {"slice_over", "done"}
     assert state_of(run) == uncut

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from money import make_lease
+from processes import command_lines
 
 from hotlap import clock
 from hotlap.cli import cli, doctor_money
@@ -157,14 +158,8 @@ def all_leases(folder: Path) -> list[Lease]:
     ]
 
 
-def _running_with(word: str) -> list[str]:
-    found: list[str] = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found += [path.parent.name] if word.encode() in path.read_bytes().split(b"\0") else []
-        except OSError:
-            continue
-    return found
+def _running_with(word: str) -> list[int]:
+    return [pid for pid, words in command_lines() if word in words]
 
 
 # --- the command ---

@@ -138,7 +138,7 @@ def test_a_refusal_is_told_from_a_doubt(
 
 
 def test_the_server_ends_it_at_its_time_and_boot_before_that(modal_cloud: FakeModal, provider: ModalProvider) -> None:
-    provider.create(OFFER, tags_of(3.0), Start(SLEEP, image="image"))
+    provider.create(OFFER, tags_of(6.0), Start(SLEEP, image="image"))
     wait_until(lambda: modal_cloud.alive() == [])
     (sandbox,) = modal_cloud.sandboxes.values()
     assert sandbox.result.status == sandbox.result.GENERIC_STATUS_TIMEOUT

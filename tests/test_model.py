@@ -237,10 +237,10 @@ def test_learning_rate_equals_transformers(schedule: str) -> None:
     assert lr_at(41, 40, config) == lr_at(400, 40, config) == 0.0
 
 
-def test_threads_and_versions_are_told(zygote: Zygote, make_config: Callable[..., RunConfig]) -> None:
+def test_threads_and_versions_are_told(zygote: Zygote, make_config: Callable[..., RunConfig], tmp_path: Path) -> None:
     """Another number of threads goes on, and says that it is no longer bit for bit."""
     config = make_config(train__max_steps=6)
-    process = zygote.start(config, "patches:slow_steps")
+    process = zygote.start(config, "patches:as_told", {"TEST_WAIT_BEFORE": f"3 {tmp_path / 'never'}"})
     process.wait_for("step", step=2)
     process.kill()
     process.wait()

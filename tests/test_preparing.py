@@ -1,5 +1,6 @@
 """How hotlap gets onto a volume: the wheel, its parts, the environment, and slices that start from them."""
 
+import ast
 import json
 import os
 import random
@@ -8,6 +9,8 @@ import sys
 import tomllib
 import venv
 import zipfile
+from dataclasses import replace
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import pytest
 from test_rented import QuickRunpod
 
 import hotlap
-from hotlap import runs
+from hotlap import durable, runs
 from hotlap.cloud import arrive, launcher, parcel, preparing, rental
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.money import Amount
@@ -26,6 +29,7 @@ from hotlap.cloud.runpod import TRAITS
 from hotlap.cloud.runpod_shapes import create_body, in_older_words
 from hotlap.config import CloudConfig, RunConfig, load_run
 from hotlap.config_cloud import BudgetConfig
+from hotlap.speedrun.track import EVALUATOR
 from hotlap.testing.bodies import MAX_BODY_BYTES
 from hotlap.testing.fake_runpod import FakeRunpod
 
@@ -33,6 +37,12 @@ pytestmark = pytest.mark.long
 
 
 IMAGE = f"img@sha256:{0:064}"
+PACKAGE = Path(hotlap.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def sent() -> parcel.Parcel:
+    return parcel.pack()
 
 
 def config_of(**changes: Any) -> RunConfig:
@@ -44,23 +54,53 @@ def config_of(**changes: Any) -> RunConfig:
 # --- the wheel ---
 
 
-def test_the_same_files_make_the_same_wheel_and_pip_s_own_reader_accepts_it(tmp_path: Path) -> None:
-    first, second = parcel.pack(), parcel.pack()
-    assert first == second and first.digest == second.digest
-    with zipfile.ZipFile(BytesIO(first.wheel)) as archive:
-        assert archive.read("hotlap/errors.py") == (Path(hotlap.__file__).parent / "errors.py").read_bytes()
+def test_the_same_files_make_the_same_wheel_and_pip_s_own_reader_accepts_it(
+    tmp_path: Path, sent: parcel.Parcel
+) -> None:
+    assert parcel.pack() == sent
+    with zipfile.ZipFile(BytesIO(sent.wheel)) as archive:
+        assert archive.read("hotlap/speedrun/evaluate.py") == EVALUATOR.read_bytes()
         assert archive.read("hotlap/cli/demo_identity.jsonl")
-    (tmp_path / first.file_name).write_bytes(first.wheel)
-    argv = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", "there", first.file_name]
+    (tmp_path / sent.file_name).write_bytes(sent.wheel)
+    argv = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", "there", sent.file_name]
     subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    asked = [
-        sys.executable,
-        "-S",
-        "-c",
-        "import sys; sys.path.insert(0, 'there'); import hotlap; print(hotlap.__file__)",
-    ]
-    said = subprocess.run(asked, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert Path(said.strip()) == tmp_path / "there" / "hotlap" / "__init__.py"
+    # All that jobs there begin with, from what was sent alone.
+    begin = (
+        "import hotlap.cli.prefetch, hotlap.cli.preview, hotlap.cli.research, hotlap.cloud.worker, "
+        "hotlap.cloud.errand, hotlap.research.study, hotlap.speedrun.remote, hotlap.train.slice; print(hotlap)"
+    )
+    asked, env = [sys.executable, "-c", begin], {**os.environ, "PYTHONPATH": str(tmp_path / "there")}
+    said = subprocess.run(asked, cwd=tmp_path, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert f"'{tmp_path / 'there' / 'hotlap' / '__init__.py'}'" in said
+
+
+def test_what_is_sent_imports_nothing_that_stays(sent: parcel.Parcel) -> None:
+    """But for what a function imports: of these, no job there calls any."""
+    there = zipfile.ZipFile(BytesIO(sent.wheel)).namelist()
+    for name in filter(lambda name: name.endswith(".py"), there):
+        for node in ast.parse((PACKAGE.parent / name).read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hotlap"):
+                places = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+                files = [f"{place.replace('.', '/')}.py" for place in places]
+                assert [file for file in files if (PACKAGE.parent / file).exists() and file not in there] == [], name
+
+
+class WithoutTexts(ast.NodeTransformer):
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = [each for each in node.body if not parcel._is_text(each)]
+            node.body = body or [ast.Expr(ast.Constant(...), lineno=node.body[0].lineno)]
+        return node
+
+
+def test_without_docstrings_it_is_the_same_program_line_by_line() -> None:
+    for path in [*PACKAGE.glob("[a-z]*.py"), *PACKAGE.glob("train/[a-z]*.py")]:
+        source = path.read_text()
+        wanted, found = WithoutTexts().visit(ast.parse(source)), ast.parse(parcel.bare(source))
+        assert ast.dump(found) == ast.dump(wanted), path
+        lines = [[node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)] for tree in (found, wanted)]
+        assert lines[0] == lines[1], path
 
 
 def test_constraints_are_the_versions_here_without_the_image_s_torch() -> None:
@@ -73,21 +113,23 @@ def test_constraints_are_the_versions_here_without_the_image_s_torch() -> None:
     assert not {"torch", "sympy", "pytest", "ruff", "psycopg", "hotlap"} & set(lines)
 
 
-def test_every_request_of_a_preparation_fits_and_the_parts_make_the_wheel_in_any_order(tmp_path: Path) -> None:
-    sent = parcel.pack()
+def test_every_request_of_a_preparation_fits_and_the_parts_make_the_wheel_in_any_order(
+    tmp_path: Path, sent: parcel.Parcel
+) -> None:
     plan = preparing.preparation(config_of(), sent, "vol1", "img@sha256:0", TRAITS)
-    assert len(plan.jobs) == len(sent.pieces()) + 1 >= 3
+    assert len(plan.jobs) == len(sent.parts()) > 1
     offer = rental.Offer("runpod", "NVIDIA L40S", "EU-RO-1", 860_000, cloud="SECURE")
     for job in plan.jobs:
         body = create_body(offer, rental_tags(), job.start)
         for shape in (body, in_older_words(body)):
             assert len(json.dumps(shape).encode()) < MAX_BODY_BYTES - 2000
     wheel = tmp_path / ".hotlap" / "parcels" / sent.digest / sent.file_name
-    parts = [job.start.argv[job.start.argv.index("piece") :] for job in plan.jobs[:-1]]
-    random.Random(7).shuffle(parts)
-    for number, (_what, _root, *rest) in enumerate(parts, start=1):
-        assert arrive.main(["piece", str(tmp_path), *rest]) == 0
-        assert wheel.exists() == (number == len(parts))
+    orders = [json.loads(job.start.argv[-1]) for job in plan.jobs]
+    assert ["install" in order for order in orders] == [*[False] * (len(orders) - 1), True]
+    random.Random(7).shuffle(orders)
+    for number, order in enumerate(orders, start=1):
+        assert arrive.main([str(tmp_path), sent.digest, sent.file_name, json.dumps({"part": order["part"]})]) == 0
+        assert wheel.exists() == (number == len(orders))
     assert wheel.read_bytes() == sent.wheel and [path.name for path in wheel.parent.iterdir()] == [sent.file_name]
 
 
@@ -97,11 +139,13 @@ def rental_tags() -> Any:
     return TAGS
 
 
-def test_parts_of_something_else_are_refused_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sent = parcel.pack()
-    pieces = sent.pieces()
-    for number, text in enumerate([*pieces[:-1], pieces[-1][:-500]]):
-        code = arrive.main(["piece", str(tmp_path), sent.digest, sent.file_name, str(number), str(len(pieces)), text])
+def test_parts_of_something_else_are_refused_and_removed(
+    tmp_path: Path, sent: parcel.Parcel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = sent.parts()
+    for number, text in enumerate([*parts[:-1], parts[-1][:-500]]):
+        order = json.dumps({"part": [number, len(parts), text], "install": ["", []]})
+        code = arrive.main([str(tmp_path), sent.digest, sent.file_name, order])
     assert code == 5 and '"reason": "provisioning"' in capsys.readouterr().out
     assert list((tmp_path / ".hotlap" / "parcels" / sent.digest).iterdir()) == []
 
@@ -117,8 +161,7 @@ def test_the_run_of_the_volume_is_the_run_that_was_asked_for(home: Path) -> None
     assert load_run(None, overrides) == config
 
 
-def test_what_a_slice_leaves_lies_on_the_volume() -> None:
-    sent = parcel.pack()
+def test_what_a_slice_leaves_lies_on_the_volume(sent: parcel.Parcel) -> None:
     job = preparing.slice_job(config_of(), sent, "vol1", "img@sha256:0", TRAITS)
     env_python, *_, order = job.start.argv[-4:]
     assert env_python == f"/workspace/.hotlap/envs/{sent.digest[:16]}/bin/python"
@@ -163,24 +206,29 @@ class Ground:
         return [event["step"] for event in self.events if event["event"] == "arrived"]
 
 
+def bare_image(folder: Path) -> Path:
+    """The Python of a new virtual environment with nothing but pip in it: the one that is here, which need not be
+    unpacked and compiled anew."""
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    pip = find_spec("pip")
+    assert pip is not None and pip.origin is not None
+    (packages / "pip").symlink_to(Path(pip.origin).parent)
+    return folder / "bin" / "python"
+
+
 @pytest.mark.real
-def test_an_empty_image_gets_hotlap_and_only_once(tmp_path: Path) -> None:
-    """A new virtual environment is the image: nothing but pip is in it. What is installed is this very hotlap, in the
-    versions that run here."""
-    venv.create(tmp_path / "image", with_pip=True, symlinks=True)
-    sent = parcel.pack()
-    with Ground(tmp_path, str(tmp_path / "image" / "bin" / "python")) as ground:
+def test_an_empty_image_gets_hotlap_and_only_once(tmp_path: Path, sent: parcel.Parcel) -> None:
+    """What is installed is this very hotlap, in the versions that run here."""
+    with Ground(tmp_path, str(bare_image(tmp_path / "image"))) as ground:
         # `train` would bring gigabytes; how hotlap arrives does not depend on it.
         plan = preparing.preparation(config_of(), sent, ground.volume_id, "img", TRAITS, extra="")
         look = (
             "import hotlap.errors, pydantic, sys; print('here', hotlap.errors.__file__, pydantic.VERSION, sys.prefix)"
         )
-        install = plan.jobs[-1]
-        argv = (*install.start.argv[:-1], json.dumps([["-c", look]]))
-        jobs = (*plan.jobs[:-1], with_argv(install, argv))
-        ready = preparing.prepare(ground.launcher(), with_jobs(plan, jobs), ground.offers, lambda _end: None)
+        ready = preparing.prepare(ground.launcher(), looking(plan, look), ground.offers, lambda _end: None)
         assert ready.is_whole, (ready.leases[-1].end, ground.words)
-        num_parts = len(plan.jobs) - 1
+        num_parts = len(plan.jobs)
         assert ground.steps() == [
             *(f"part {number + 1} of {num_parts}" for number in range(num_parts)),
             "environment",
@@ -191,35 +239,40 @@ def test_an_empty_image_gets_hotlap_and_only_once(tmp_path: Path) -> None:
         _, where, version, prefix = said.split()
         assert Path(where).is_relative_to(env) and Path(prefix) == env
         assert f"pydantic=={version}" in parcel.constraints().splitlines()
-        for name in ("errors.py", "cloud/boot.py", "train/slice.py"):
+        for name in ("errors.py", "cloud/worker.py", "train/slice.py"):
             (installed,) = env.glob(f"lib/*/site-packages/hotlap/{name}")
-            assert installed.read_bytes() == (Path(hotlap.__file__).parent / name).read_bytes()
+            assert installed.read_text() == parcel.bare((PACKAGE / name).read_text())
         assert ready.cost.usd_micros >= ground.cloud.usd_micros() > 0 and ground.cloud.alive() == []
         # Again: nothing is sent and nothing is installed; the environment is found by its marker.
         ground.events.clear()
         again = preparing.preparation(config_of(), sent, ground.volume_id, "img", TRAITS, extra="")
-        assert [job.cap_s for job in again.jobs] == [install.cap_s]
+        assert [job.cap_s for job in again.jobs] == [plan.jobs[-1].cap_s]
         assert preparing.is_prepared(ground.volume_id, plan.run, sent)
         assert not preparing.is_prepared("another", plan.run, sent)
-        second = preparing.prepare(ground.launcher(), with_jobs(again, jobs[-1:]), ground.offers, lambda _end: None)
+        second = preparing.prepare(ground.launcher(), looking(again, look), ground.offers, lambda _end: None)
         assert second.is_whole and ground.steps() == [f"-c {look}"[:60]]
         assert second.cost != Amount()
+        # Somebody emptied the volume: the machine says so, and the next time the wheel is brought again.
+        durable.remove_tree(ground.volume / ".hotlap")
+        third = preparing.prepare(ground.launcher(), looking(again, look), ground.offers, lambda _end: None)
+        assert not third.is_whole
+        assert len(preparing.preparation(config_of(), sent, ground.volume_id, "img", TRAITS).jobs) == len(plan.jobs)
 
 
-def with_argv(job: launcher.Job, argv: tuple[str, ...]) -> launcher.Job:
-    from dataclasses import replace
-
-    return replace(job, start=replace(job.start, argv=argv))
-
-
-def with_jobs(plan: preparing.Preparation, jobs: tuple[launcher.Job, ...]) -> preparing.Preparation:
-    from dataclasses import replace
-
-    return replace(plan, jobs=jobs)
+def looking(plan: preparing.Preparation, code: str) -> preparing.Preparation:
+    """The same with a line of Python in the place of fetching the model and packing the data."""
+    *parts, last = plan.jobs
+    order = json.loads(last.start.argv[-1]) | {"install": ["", [["-c", code]]]}
+    # Few of the modules are imported. By pip's own logic, 0 is what switches compiling off.
+    env = {**last.start.env, "PIP_NO_COMPILE": "0"}
+    start = replace(last.start, argv=(*last.start.argv[:-1], json.dumps(order)), env=env)
+    return replace(plan, jobs=(*parts, replace(last, start=start)))
 
 
 @pytest.mark.torch
-def test_the_founding_form_prepares_trains_and_resumes(tmp_path: Path, home: Path, tiny_model: Path, f3: Path) -> None:
+def test_the_founding_form_prepares_trains_and_resumes(
+    tmp_path: Path, home: Path, tiny_model: Path, f3: Path, sent: parcel.Parcel
+) -> None:
     """`hotlap launch --volume-id V --base-model M --dataset D` against the emulator, as a user types it. The image is
     one that has torch and its friends; what is on the volume afterwards trains, and the same command goes on."""
     folder = tmp_path / "cloud"
@@ -261,7 +314,7 @@ def test_the_founding_form_prepares_trains_and_resumes(tmp_path: Path, home: Pat
 
         prepared, talk = launch("--prepare")
         assert prepared["reason"] == "done", talk
-        assert "preparing the volume cost" in talk and len(prepared["leases"]) == len(parcel.pack().pieces()) + 1
+        assert "preparing the volume cost" in talk and len(prepared["leases"]) == len(sent.parts())
         assert list((volume / ".hotlap" / "home").rglob("packed*")), "the data is packed before any slice"
         first, talk = launch()
         assert (first["exit_code"], len(first["leases"])) == (0, 1), talk

@@ -41,6 +41,7 @@ def test_every_form_becomes_a_run_that_loads(tmp_path: Path, monkeypatch: pytest
         config = load_run(tmp_path / f"{form}.toml")
         assert config.data.format == form and config.dataset == str(tmp_path / f"{form}.jsonl")
         assert config.data.eval_examples == 2 and config.base_model == "smollm2-135m"
+        assert config.eval.every_steps and config.eval.sample_prompts == (() if form == "text" else ("a",))
 
 
 def test_lengths_are_the_tokenizer_s_and_the_longest_hundredth_is_told(tmp_path: Path) -> None:

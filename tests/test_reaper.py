@@ -1,7 +1,6 @@
 """Which machines must die: a function of data. And the pass that ends them, on real processes."""
 
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path

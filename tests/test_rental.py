@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from money import make_lease
@@ -23,6 +24,7 @@ from hotlap.cloud.runpod import Runpod
 from hotlap.cloud.ssh import TRAITS as SSH
 from hotlap.config import CloudConfig, RunConfig
 from hotlap.config_cloud import ModalConfig
+from hotlap.config_model import LoraConfig
 from hotlap.errors import ConfigError, RunChanged, UsageError, VolumeGone
 from hotlap.testing.fake_runpod import FakeRunpod
 
@@ -43,13 +45,36 @@ def test_an_image_is_named_by_its_digest() -> None:
         rental.image_of(RUNPOD, None, settings)
 
 
+class NewerLora(LoraConfig):
+    is_new: bool = False
+    new_ratio: float | None = None
+
+
+class OtherLora(LoraConfig):
+    rank: int = 8
+
+
+class Newer(RunConfig):
+    lora: NewerLora = NewerLora()  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class Other(RunConfig):
+    lora: OtherLora = OtherLora()  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+def test_a_newer_hotlap_knows_a_run_by_its_settings_unless_a_default_of_them_changed() -> None:
+    words: dict[str, Any] = {"base_model": "m", "dataset": "d.jsonl", "run": "mine"}
+    ours, newer, other = RunConfig(**words), Newer(**words), Other(**words)
+    spelled_out = RunConfig(**words, lora=LoraConfig(rank=16))
+    assert spelled_out.settings_digest == ours.settings_digest == newer.settings_digest
+    assert newer.trajectory_digest != ours.trajectory_digest
+    assert other.settings_digest != ours.settings_digest
+
+
 def test_a_name_with_other_settings_is_not_done_and_rents_nothing() -> None:
     config = RunConfig(base_model="m", dataset="d.jsonl", run="mine")
     other = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 99})})
     moved = config.model_copy(update={"dataset": "/workspace/d.jsonl"})
-    # Only what is not the default counts: a hotlap with more settings must know its runs again.
-    spelled_out = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": config.lora.rank})})
-    assert spelled_out.settings_digest == config.settings_digest != config.trajectory_digest
     with FakeRunpod() as cloud:
         provider = Runpod("full-key", cloud.url)
         done = make_lease(outcome="done", settings=config.settings_digest)

@@ -68,7 +68,7 @@ class Ground:
         self.cloud.settle()
         return [line.text for line in self.cloud.park.pods[machine_id].log]
 
-    def wait_until(self, is_so: Callable[[], bool], patience_s: float = 10.0) -> None:
+    def wait_until(self, is_so: Callable[[], bool], patience_s: float = 60.0) -> None:
         until_s = time.monotonic() + patience_s
         while not is_so():
             assert time.monotonic() < until_s, [pod.log for pod in self.cloud.park.pods.values()]
@@ -149,7 +149,7 @@ def test_what_cannot_end_itself_is_reaped_after_its_time(ground: Ground) -> None
     hide = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     code = hide + f"open('{VOLUME}/pid', 'w').write(str(os.getpid())); time.sleep(60)"
     job = ("sh", "-c", f"trap '' TERM; setsid python3 -c \"$CODE\" & sleep 60; echo {VOLUME}")
-    machine_id = ground.create(job, ttl_s=9.0, cap_s=50.0, CODE=code)
+    machine_id = ground.create(job, ttl_s=15.0, cap_s=50.0, CODE=code)
     ground.wait_until((ground.volume / "pid").exists)
     time.sleep(0.1)
     escaped = int((ground.volume / "pid").read_text())

@@ -43,7 +43,9 @@ def make_run(folder: Path, num_steps: int = 60) -> RunFolder:
         for step in range(1, num_steps + 1)
     ]
     durable.append_rows(made.metrics, [*metrics, {"step": num_steps, "val_loss": 1.875}])
-    durable.append_rows(made.samples, [{"step": at, "prompt": EVIL, "text": f"answer {at} {EVIL}"} for at in (10, 60)])
+    durable.append_rows(
+        made.samples, [{"step": at, "prompt": EVIL, "text": f"answer {at} {EVIL}"} for at in (0, 10, 60)]
+    )
     timeline = {"elapsed_s": 30.0, "goodput": 0.5, "step_p50_s": 0.1, "step_p95_s": 0.2, "phases_s": {"steps": 15.0}}
     result = {"reason": "slice_over", "resumed_at": 0, "step": 60, "tokens_per_s": 432.0, "timeline": timeline}
     durable.replace(made.slices / "0001" / "result.json", json.dumps(result).encode())
@@ -82,6 +84,10 @@ def test_page_of_a_run_has_every_number_and_strangers_words_are_only_words(tmp_p
     assert files["tokens-per-s.csv"] == "slice,tokens/s\nslice 1,432.0\nslice 2,\n"
     assert "slice 1,15.0" in files["timeline.csv"] and files["goodput.csv"].endswith("slice 1,50.0\nslice 2,\n")
     assert "Loss went from 2.98 at step 1 to 1.8 at step 60. Held-out loss was lowest at step 60: 1.875." in html
+    places = [
+        html.index(text) for text in ("Before training", "answer 0 ", "After step 10", "After step 60", "answer 60 ")
+    ]
+    assert places == sorted(places)
     assert "answer 10 &lt;/script&gt;" in html and "ab" * 32 in html
     assert EVIL not in html.replace("\\u003c", "")
 
@@ -114,9 +120,18 @@ def test_many_points_are_thinned_without_losing_a_spike_and_the_file_has_all() -
     values: list[float | int | str | None] = [0.0] * 100_000
     values[54_321] = 9.0
     x, y = thinned(range(100_000), values)
-    assert len(x) <= 4000 and (54_321, 9.0) in list(zip(x, y, strict=True))
+    assert len(x) <= 1200 and (54_321, 9.0) in list(zip(x, y, strict=True))
     chart = Chart("c", "C", "step", "y", [Line("y", range(100_000), values)], "says")
     assert len(chart.shown_rows()) == 400 and chart.csv().count("\n") == 100_001
+
+
+def test_of_a_long_table_the_rest_is_there_for_who_opens_it() -> None:
+    rows = [[f"row {number}", number] for number in range(250)]
+    html = page.render(page.Page("p", "now", [page.Section("s", "S", tables=[page.Table("T", ["a", "b"], rows)])]))
+    first, rest = html.split("<details>")
+    assert "<summary>T: the other 50 rows</summary>" in rest and 'aria-label="T, continued"' in rest
+    assert all((f">row {number}<" in first) == (number < 200) for number in range(250))
+    assert all((f">row {number}<" in rest) == (number >= 200) for number in range(250))
 
 
 def test_a_spreadsheet_runs_nothing_and_a_figure_reads_no_markup() -> None:

@@ -132,9 +132,12 @@ def test_what_a_loser_publishes_between_check_and_rename_never_outranks(run: run
 
 
 @pytest.mark.torch
-def test_two_slices_at_once_one_proceeds(zygote: Zygote, make_config: MakeConfig) -> None:
-    config = make_config()
-    both = [zygote.start(config, "patches:slow_steps") for _ in range(2)]
+def test_two_slices_at_once_one_proceeds(zygote: Zygote, make_config: MakeConfig, tmp_path: Path) -> None:
+    """The one that has the lock waits in the middle of its training until the other has ended."""
+    config, go = make_config(), tmp_path / "go"
+    both = [zygote.start(config, "patches:as_told", {"TEST_WAIT_BEFORE": f"3 {go}"}) for _ in range(2)]
+    zygote.wait_for_any(both)
+    go.touch()
     codes = sorted(process.wait() for process in both)
     assert codes == [0, 3]
     loser = next(process for process in both if process.status == 3)
@@ -144,8 +147,8 @@ def test_two_slices_at_once_one_proceeds(zygote: Zygote, make_config: MakeConfig
 @pytest.mark.torch
 def test_sleeping_holder_wakes_up_and_stops(zygote: Zygote, make_config: MakeConfig, tmp_path: Path) -> None:
     """A slice is frozen (as a suspended laptop freezes it) until its lock ran out and another finished the run."""
-    config = make_config()
-    frozen = zygote.start(config, "patches:short_lock")
+    config, go = make_config(), tmp_path / "go"
+    frozen = zygote.start(config, "patches:as_told", {"TEST_LOCK_S": "1.0", "TEST_WAIT_BEFORE": f"3 {go}"})
     frozen.wait_for("step", step=2)
     frozen.kill(signal.SIGSTOP)
     time.sleep(1.2)
@@ -153,6 +156,7 @@ def test_sleeping_holder_wakes_up_and_stops(zygote: Zygote, make_config: MakeCon
     run = runs.RunFolder(config.run_folder)
     metrics = run.metrics.read_bytes()
     names = sorted(path.name for path in run.checkpoints.iterdir())
+    go.touch()
     frozen.kill(signal.SIGCONT)
     assert frozen.wait() == 3
     assert frozen.result()["reason"] == "locked"

@@ -13,6 +13,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+from processes import command_lines
 
 from hotlap import clock
 from hotlap.errors import Refused
@@ -238,15 +239,17 @@ def test_it_sees_no_other_process_and_cannot_signal_them(tmp_path: Path) -> None
 
 DAEMON = """
     import os, time
+    born, told = os.pipe()
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
             print("alive", flush=True)
             os.close(0), os.close(1), os.close(2)
+            os.write(told, b"1")
             time.sleep(600)
         os._exit(0)
     os.wait()
-    time.sleep(0.2)
+    os.read(born, 1)
 """
 
 
@@ -415,15 +418,8 @@ def test_a_killed_caller_leaves_nothing_running(tmp_path: Path) -> None:
     assert not _with_argument(marker)
 
 
-def _with_argument(marker: str) -> list[str]:
-    found: list[str] = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if marker.encode() in path.read_bytes().split(b"\0"):
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
+def _with_argument(marker: str) -> list[int]:
+    return [pid for pid, words in command_lines() if marker in words]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="whoever is not root runs every other test this way")

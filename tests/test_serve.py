@@ -2,11 +2,13 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,11 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from ports import free_port
 from safetensors.numpy import save
 
 from hotlap import clock, durable, errors, guard
+from hotlap.cli import cli
 from hotlap.export import bench, serve
 from hotlap.export.serve import Plan, Speculation
+from hotlap.report import chart, serving
 
 # --- B34: can this be served as an adapter? ---
 
@@ -150,13 +156,6 @@ serve.run([sys.executable, *sys.argv[2:]], plan, float(60), lambda: print("ready
 """
 
 
-def free_port() -> int:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    port = server.server_address[1]
-    server.server_close()
-    return port
-
-
 def wait_for_line(process: "subprocess.Popen[str]", wanted: str) -> None:
     assert process.stdout
     for line in process.stdout:
@@ -195,6 +194,39 @@ def test_nothing_is_trained_while_a_server_of_ours_lives_and_a_dead_one_is_not_f
     assert list(guard.own_servers()) == []
 
 
+DEAF = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("pids", os.getppid(), os.getpid(), engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_no_server_outlives_the_serve_that_wanted_it(how: signal.Signals, home: Path) -> None:
+    """One that does not listen while it starts, as vLLM, with a process of its own."""
+    code = SERVE.replace("plan =", "serve.GRACE_S = 0.05; plan =")
+    argv = [sys.executable, "-c", code, str(free_port()), "-c", DEAF]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    with process:
+        line = next(line for line in process.stdout if line.startswith("pids"))
+        watched = [os.pidfd_open(int(pid)) for pid in line.split()[1:]]
+        process.send_signal(how)
+        assert process.wait(timeout=60) == (-how if how == signal.SIGKILL else 0)
+    for each in watched:
+        assert select.select([each], [], [], 60.0)[0], "it lives on"
+        os.close(each)
+
+
+def test_a_server_that_is_ended_from_outside_is_told_so(home: Path) -> None:
+    argv = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    with pytest.raises(errors.ChildCrashed, match="ended by SIGKILL from outside"):
+        serve.run(argv, Plan("mine", Path("m"), port=free_port()), 60.0, lambda: None, lambda line: None)
+
+
 def test_a_server_that_ends_by_itself_is_told_with_its_last_words(home: Path) -> None:
     plan = Plan("mine", Path("m"), port=free_port())
     argv = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
@@ -204,16 +236,13 @@ def test_a_server_that_ends_by_itself_is_told_with_its_last_words(home: Path) ->
 
 
 def test_a_server_that_does_not_end_when_it_is_asked_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM while it starts. It never answers either, so `ready_s` is what asks it."""
-    monkeypatch.setattr(serve, "GRACE_S", 0.2)
-    deaf = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-    )
+    """It never answers either, so `ready_s` is what asks it."""
+    monkeypatch.setattr(serve, "GRACE_S", 0.05)
     pids: list[int] = []
     plan = Plan("mine", Path("m"), port=free_port())
     monkeypatch.setattr(serve, "is_healthy", lambda url: bool(pids.append(os.getpid())))
     with pytest.raises(errors.ChildCrashed, match="did not answer on"):
-        serve.run([sys.executable, "-c", deaf], plan, 0.0, lambda: None, lambda line: None)
+        serve.run([sys.executable, "-c", DEAF], plan, 0.0, lambda: None, lambda line: None)
     assert pids and list((home / "serving").iterdir()) == []
 
 
@@ -300,6 +329,27 @@ def test_a_benchmark_counts_the_server_s_tokens_and_takes_turns(talker: tuple[st
     assert set(bench.ratios(first, second)) == {"median", "least", "most"}
     with pytest.raises(errors.ProviderFailed, match="answered 404"):
         bench.measure([url], ["base"], load, said.append)
+
+
+def test_a_benchmark_is_drawn(talker: tuple[str, type[Talker]], tmp_path: Path) -> None:
+    """By the command; the same picture for the same numbers."""
+    url, plot = talker[0], tmp_path / "bench.svg"
+    words = ["bench", url, "--compare", f"{url}/v1", "--model", "mine", "--rounds", "1", "--concurrency", "8"]
+    done = CliRunner().invoke(cli, [*words, "--prompts", "repetitive", "--plot", str(plot), "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert set(report) == {"repetitive"} and set(report["repetitive"]["ratio"]) == {"median", "least", "most"}
+    texts = {"".join(node.itertext()).strip() for node in ElementTree.parse(plot).iter() if node.tag.endswith("text")}
+    assert {"Output", "Time to first token", "Time per further token", "p50", "p95", "p99"} <= texts
+    assert {"repetitive, server 1", "repetitive, server 2"} <= texts
+    servers = report["repetitive"]["servers"]
+    drawn = serving.charts(report)
+    speeds, waits, _ = drawn
+    assert plot.read_bytes() == chart.svg_of(drawn)
+    assert [line.y for line in speeds.lines] == [server["tokens_per_s_rounds"] for server in servers]
+    assert waits.rows()[0] == ["p50", *(server["ttft_s"]["p50"] for server in servers)]
+    servers.pop()
+    assert serving.charts(report)[0].header() == ["round", "repetitive"]
 
 
 def test_figures_by_hand() -> None:

@@ -12,6 +12,10 @@ import click
 import pytest
 import readme
 import reference
+import sessions
+from click.testing import CliRunner
+from fixtures_data import write_byte_tokenizer
+from test_report import make_run
 
 from hotlap.cli import cli
 from hotlap.config import RunConfig
@@ -46,6 +50,35 @@ def test_every_command_of_the_documentation_parses(
         found, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
         name = str(found)
         assert command is not None
+
+
+CHEAP = re.compile(
+    r"hotlap (runs|logs|budget|machines|reap|report(?! (lr|my-study))|init|launch .*--on local.*--dry-run"
+    r"|speedrun (tracks|new|check|records))"
+)
+"""What needs no training before it; `python -m benchmarks.docs` types all of them."""
+
+
+@pytest.mark.parametrize("page", sorted({line.page for line in sessions.shown() if CHEAP.match(line.text)}))
+def test_commands_that_cost_nothing_do_what_the_page_says(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the page, in a folder with runs of the names that pages use, and with a base model of which only
+    the tokenizer is real."""
+    model = write_byte_tokenizer(tmp_path / "model")
+    (model / "config.json").write_text('{"vocab_size": 300}')
+    (model / "model.safetensors").touch()
+    sessions.furnish(tmp_path, page)
+    for name in ("lap", "my-run", "RUN"):
+        make_run(tmp_path / "runs" / name)
+    monkeypatch.chdir(tmp_path)
+    for path in tmp_path.glob("*.toml"):
+        path.write_text(path.read_text().replace("smollm2-135m", str(model)))
+    for line in sessions.shown():
+        if line.page == page and not line.why_not and CHEAP.match(line.text):
+            words = [str(model) if word == "smollm2-135m" else word for word in line.words[1:]]
+            result = CliRunner().invoke(cli, words)
+            assert result.exit_code == 0, f"{line.text}: {result.exception}\n{result.output}"
 
 
 def test_commands_that_need_an_account_say_so() -> None:

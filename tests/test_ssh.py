@@ -1,5 +1,6 @@
 """The ssh provider, on a real sshd: the same boot and worker, an end without anybody, and broken connections."""
 
+import random
 import stat
 import sys
 import threading
@@ -10,14 +11,15 @@ from pathlib import Path
 import pytest
 from sshd import Box
 
-from hotlap import clock
+from hotlap import clock, durable
 from hotlap.cloud import rental
 from hotlap.cloud.launcher import Launcher, Stops, World
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.proof import Patience
 from hotlap.cloud.provider import Offer, Start, Tags
 from hotlap.cloud.reaper import Reaper
-from hotlap.cloud.ssh import SshProvider
+from hotlap.cloud.ssh import BoxVolume, SshProvider
+from hotlap.cloud.volume import CHUNK_BYTES, pull
 from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import AmbiguousCreate, NotCreated, ProviderFailed
 
@@ -54,7 +56,7 @@ def test_the_machine_ends_at_its_time_though_nobody_is_connected(box: Box, tmp_p
         "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nif os.fork() == 0: os.setsid()\n"
         "while True:\n    open(sys.argv[1], 'a').write(f'{os.getpid()}\\n')\n    time.sleep(0.05)\n"
     )
-    tags = Tags("0a" * 8, "me", "nonce", int(clock.wall_s()) + 4)
+    tags = Tags("0a" * 8, "me", "nonce", int(clock.wall_s()) + 10)
     machine = provider.create(OFFER, tags, Start((sys.executable, "-c", stubborn, str(signs))))
     folder = box.home / "rented" / "machines" / machine.machine_id
     _wait_until((folder / "dead.json").exists)
@@ -131,3 +133,20 @@ def test_a_listing_waits_for_what_is_being_made(box: Box, tmp_path: Path) -> Non
     looker.join(timeout=60.0)
     maker.join(timeout=60.0)
     assert seen == [True]
+
+
+def test_files_go_to_the_box_and_come_back_whole(box: Box, tmp_path: Path) -> None:
+    """A run is pulled from it as from any volume; what was cut goes on."""
+    there = BoxVolume(SshProvider(box.settings))
+    (tmp_path / "adapter.bin").write_bytes(random.Random(5).randbytes(CHUNK_BYTES + 1000))
+    assert there.put(tmp_path / "adapter.bin", "runs/mine/metrics.jsonl")
+    assert (box.home / "runs/mine/metrics.jsonl").read_bytes() == (tmp_path / "adapter.bin").read_bytes()
+    digest = durable.sha256_file(tmp_path / "adapter.bin")
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    part = tmp_path / "runs" / "mine" / f".metrics.jsonl.{digest[:12]}.part"
+    part.write_bytes((tmp_path / "adapter.bin").read_bytes()[:777])
+    (found,) = pull(there, "mine", "runs", tmp_path / "runs", lambda _text: None)
+    assert durable.sha256_file(found) == digest and not part.exists()
+    assert not there.get("runs/mine/metrics.jsonl", found)
+    with pytest.raises(ProviderFailed, match="leads out"):
+        there.ls("../..")

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contest import PUBLIC, changed_track, floats, micro, micro_contest, run_of, safetensors, written_submission
+from contest import PUBLIC, changed_track, micro, micro_contest, run_of, writing, written_submission
 
 from hotlap import durable
-from hotlap.child import Stops
 from hotlap.cli import cli
 from hotlap.errors import CorruptFile, Refused, RunChanged, RunLocked, UsageError
-from hotlap.speedrun import environments, records, replay, submission, template, track, verify
-from hotlap.speedrun.attempt import Sources, Verification, run_once
+from hotlap.speedrun import records, replay, submission, track, verify
+from hotlap.speedrun.attempt import Sources
 
 pytestmark = [pytest.mark.long, pytest.mark.torch]
 
@@ -48,6 +48,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
@@ -72,6 +73,8 @@ assert hashlib.sha256(weights).hexdigest() == pins["model_file_sha256"]["model.s
 offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 assert all(os.environ[name] == "1" for name in offline)
 
+# PEFT would import it, and with it torch's compiler, which takes as long as all the rest.
+sys.modules["bitsandbytes"] = None
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
@@ -149,71 +152,7 @@ def _check_what_is_left(
         replay.replay(path)
 
 
-# --- a recipe of our own trainer ---
-
-MICRO_RECIPE = """
-[optim]
-lr = 1e-2
-schedule = "constant"
-
-[train]
-max_steps = 80
-micro_batch_rows = 10
-
-[data]
-seq_len = 32
-"""
-
-
-def test_a_recipe_trains_in_one_process_and_is_judged_like_any_other(contest: Path, tmp_path: Path) -> None:
-    folder = template.new(contest, "003-eve", "eve", micro(contest), "recipe")
-    assert submission.load(folder, micro(contest)).recipe is not None
-    (folder / "recipe.toml").write_text(MICRO_RECIPE)
-    own = environments.own()
-    entry = submission.load(folder, micro(contest))
-    model = verify.inputs.base_model(micro(contest), no_talk)
-    verification = Verification(tmp_path / "out", micro(contest), entry, model, own, own, sources(), no_talk, Stops())
-    verification.run_folder(1).mkdir(parents=True)
-    run = run_once(verification, 1, 5)
-    log = (verification.run_folder(1) / "train.log").read_text()
-    assert (run["exit_code"], run["complaints"]) == (0, []), log
-    assert run["num_left_behind"] == 0 and run["score"] >= 0.8
-    assert run["num_tokens"] >= 80 * 10 * 3  # rows hold one example or more, and none is shorter
-    assert {entry["name"] for entry in run["output"]} == {"adapter_config.json", "adapter_model.safetensors"}
-
-
 # --- without torch in the submission: an adapter written byte by byte ---
-
-NAME = "base_model.model.model.layers.0.mlp.down_proj"
-
-
-WRITER = """
-import argparse, json, os, struct, sys
-
-p = argparse.ArgumentParser()
-for name in ("--data-dir", "--output-dir", "--seed"):
-    p.add_argument(name)
-given = p.parse_args()
-seed, out = int(given.seed), given.output_dir
-
-
-def write(value):
-    with open(out + "/adapter_model.safetensors", "wb") as file:
-        file.write(HEAD + struct.pack("<f", seed / 100) * 128 + struct.pack("<f", value) * 64)
-    with open(out + "/adapter_config.json", "w") as file:
-        json.dump(CONFIG, file)
-
-
-"""
-
-
-def writing(what: str) -> str:
-    """A `train.py` without torch: `write(value)` writes an adapter of constants whose A depends on the seed."""
-    plain = safetensors({f"{NAME}.lora_A.weight": floats(2, 64), f"{NAME}.lora_B.weight": floats(32, 2)})
-    head = plain[: len(plain) - 4 * (2 * 64 + 32 * 2)]
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 2, "target_modules": ["down_proj"]}
-    return WRITER.replace("HEAD", repr(head)).replace("CONFIG", repr(config)) + what
-
 
 MISDEEDS = """
 if seed == 11:
@@ -261,14 +200,36 @@ def test_what_fails_a_submission(contest: Path) -> None:
     assert "002-bob (fail)" in (contest / "records" / "LEADERBOARD.md").read_text()
 
 
-def test_a_score_below_the_target_fails_and_exits_8(contest: Path) -> None:
+def test_a_score_below_the_target_on_a_rented_machine_fails_exits_8_and_is_taken_into_the_records(
+    contest: Path, tmp_path: Path
+) -> None:
+    """From elsewhere than the contest's folder, as a user types it."""
     folder = written_submission(contest, writing("write(0.001)\n"))
-    command = [sys.executable, "-m", "hotlap", "speedrun", "verify", str(folder), "--runs", "1"]
-    done = subprocess.run(command, cwd=contest, capture_output=True, text=True, timeout=300)
+    words = ["speedrun", "verify", str(folder), "--runs", "1", "--on", "local", "--contest", str(contest)]
+    command = [sys.executable, "-m", "hotlap", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 8, done.stderr
     assert done.stdout.startswith("fail: ")
     assert done.stderr.splitlines()[-1].startswith("hotlap: exit 8 fail: run 1: ")
     assert "sandbox active: filesystem, network, processes, privileges, limits" in done.stderr
+    assert "is proven dead" in done.stderr
+    (row,) = records.read(contest, micro(contest))
+    assert row["verdict"] == "fail" and replay.replay(contest / row["report"])["verdict"] == "fail"
+    assert records.check(contest) == []
+
+
+def test_runs_of_other_code_do_not_count(contest: Path, tmp_path: Path) -> None:
+    """A run as it was finished and kept, and its code beside it; then the submission is edited."""
+    folder, out = written_submission(contest, "raise SystemExit(4)\n"), tmp_path / "out"
+    shutil.copytree(folder, out / "code")
+    (out / "run-1").mkdir()
+    (out / "run-1" / "result.json").write_text(json.dumps(run_of(1, 0.9, 10.0)))
+    entry = submission.load(folder, micro(contest))
+    assert len(verify.measure(entry, micro(contest), 1, out, sources(), no_talk)["runs"]) == 1
+    (folder / "train.py").write_text("raise SystemExit(5)\n")
+    edited = submission.load(folder, micro(contest))
+    with pytest.raises(RunChanged, match="holds runs of other code"):
+        verify.measure(edited, micro(contest), 2, out, sources(), no_talk)
 
 
 def test_a_run_sees_the_public_layout_and_no_test_rows(contest: Path) -> None:

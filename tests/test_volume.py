@@ -140,7 +140,7 @@ def test_an_upload_that_was_cut_sends_only_the_missing_parts(
 
 
 def test_a_download_that_was_cut_goes_on(s3: S3Volume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(volume, "_READ_BYTES", 64 << 10)
+    monkeypatch.setattr(volume, "CHUNK_BYTES", 64 << 10)
     data = some_bytes(1 << 20)
     (tmp_path / "source").write_bytes(data)
     s3.put(tmp_path / "source", "x")

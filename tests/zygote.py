@@ -7,6 +7,7 @@ the seconds of importing are shared.
 Parent and zygote talk in JSON lines: {"argv", "patch", "out", "env"} in; {"pid"} and {"pid", "status"} out.
 """
 
+import gc
 import importlib
 import itertools
 import json
@@ -17,13 +18,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hotlap.config import RunConfig
 
 TESTS = Path(__file__).parent
+T = TypeVar("T")
 
 
 class SliceProcess:
@@ -67,17 +69,30 @@ class SliceProcess:
     def result(self) -> dict[str, Any]:
         return next(event for event in reversed(self.events()) if event["event"] == "result")
 
-    def wait_for(self, kind: str, timeout_s: float = 60.0, **fields: Any) -> dict[str, Any]:
+    def wait_for(self, kind: str, **fields: Any) -> dict[str, Any]:
         """The first event of this kind with these fields; fails when the slice ends without it."""
-        until = time.monotonic() + timeout_s
-        while time.monotonic() < until:
-            was_over = self.is_over()
+
+        def find() -> dict[str, Any] | None:
             for event in self.events():
                 if event["event"] == kind and all(event.get(name) == value for name, value in fields.items()):
                     return event
-            assert not was_over, f"ended without {kind} {fields}:\n{self.talk()}"
+            return None
+
+        return self._wait_until(find, f"{kind} {fields}")
+
+    def wait_for_talk(self, words: str) -> None:
+        """Until it has said so on standard error; fails when it ends without it."""
+        self._wait_until(lambda: words in self.talk() or None, words)
+
+    def _wait_until(self, find: Callable[[], T | None], what: str, timeout_s: float = 120.0) -> T:
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            was_over = self.is_over()
+            if (found := find()) is not None:
+                return found
+            assert not was_over, f"ended without {what}:\n{self.talk()}"
             time.sleep(0.005)
-        raise AssertionError(f"no {kind} {fields} within {timeout_s} s:\n{self.talk()}")
+        raise AssertionError(f"no {what} within {timeout_s} s:\n{self.talk()}")
 
 
 class Zygote:
@@ -120,6 +135,14 @@ class Zygote:
         process.wait()
         return process
 
+    @staticmethod
+    def wait_for_any(processes: Sequence[SliceProcess], timeout_s: float = 120.0) -> None:
+        """Until one of them has ended."""
+        until = time.monotonic() + timeout_s
+        while not any(process.is_over() for process in processes):
+            assert time.monotonic() < until, [process.talk() for process in processes]
+            time.sleep(0.005)
+
     def close(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
@@ -157,6 +180,8 @@ def _serve() -> None:
         torch.set_num_threads(1)
         base = hotlap.train.model.load_base(Path(sys.argv[1]))
         hotlap.train.model.load_base = lambda folder, *_: base
+    # What is imported is no garbage, and looking at it would have each slice copy the pages where it lies.
+    gc.freeze()
     for order in _orders():
         pid = os.fork()
         if pid == 0:

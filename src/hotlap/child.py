@@ -5,11 +5,13 @@ Ctrl-C or SIGTERM is passed on and waited for; a second Ctrl-C kills. The child 
 standard output; its standard error is talk.
 """
 
+import ctypes
 import json
 import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,16 @@ _POLL_S = 0.2
 _TAIL_LINES = 20
 _LINES_AT_ONCE = 1_000
 _PATIENCE_S = 1.0
+_PR_SET_PDEATHSIG = 1
+_WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+
+
+def with_waiting_threads(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which OpenMP's idle threads spin for some tenths of a millisecond and then sleep, unless it
+    says something of that itself. By default they spin on, which on a machine that does anything else besides costs
+    half the speed and more; if they sleep at once, one that does nothing else loses a third (docs/log.md, 2026-12-01).
+    torch's builds for Linux have GNU's OpenMP, which takes the count; others only sleep."""
+    return {**({} if _WAITING_THREADS.keys() & env.keys() else _WAITING_THREADS), **env}
 
 
 @dataclass(frozen=True)
@@ -228,3 +240,14 @@ def kill_group(pid: int) -> None:
         return
     except PermissionError:  # macOS says so of a group whose members are all dead
         return
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """For the child: ask Linux for a SIGTERM when the watching parent dies, so that no child runs on unwatched. Which
+    process that is, only a child can know that was told; else it is whoever has it now."""
+    if sys.platform != "linux":
+        return
+    parent = parent or os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        signal.raise_signal(signal.SIGTERM)

@@ -58,7 +58,8 @@ class EvalConfig(Config):
     """Stop early: the run is done after so many evaluations in a row without a lower `val_loss`. Absent: never."""
 
     sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Prompts that are answered at every evaluation, with the most likely words, into the run's `samples.jsonl`."""
+    """Prompts that are answered before the first step and at every evaluation, with the most likely words, into the
+    run's `samples.jsonl`."""
 
     sample_tokens: int = Field(default=64, ge=1)
     """Longest such answer in tokens."""
@@ -161,8 +162,9 @@ class RunConfig(Config):
 
     @property
     def settings_digest(self) -> str:
-        """The same of those that are not the default, so that a hotlap with more settings makes the same of these."""
-        return self._digest(self.model_dump(mode="json", include=set(TRAJECTORY_KEYS), exclude_defaults=True))
+        """The same without those that are off: new settings are off by default, so a hotlap that has them makes the
+        same of these; one with another default does not."""
+        return self._digest(_without_off(self.trajectory))
 
     def _digest(self, settings: dict[str, Any]) -> str:
         # What is trained on names the run, where it lies does not: a project may move, or run on another machine.
@@ -181,6 +183,11 @@ class RunConfig(Config):
     @property
     def run_folder(self) -> Path:
         return Path(self.output_dir) / self.run_name
+
+
+def _without_off(settings: dict[str, Any]) -> dict[str, Any]:
+    inner = {key: _without_off(value) if isinstance(value, dict) else value for key, value in settings.items()}
+    return {key: value for key, value in inner.items() if value}
 
 
 def hotlap_home() -> Path:

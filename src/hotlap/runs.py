@@ -6,7 +6,7 @@
                           exit.json        what its parent saw
               checkpoints/                 see checkpoint.py
               metrics.jsonl                one row per step and per evaluation, nothing that depends on time
-              samples.jsonl                answers to `eval.sample_prompts`, one row per prompt and evaluation
+              samples.jsonl                answers to `eval.sample_prompts`, before step 1 and at every evaluation
               adapter/  best/              the result, published when the run is done
 
 The lock is the newest slice directory, its number the fencing number: taking the lock means publishing the next

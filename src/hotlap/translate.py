@@ -376,9 +376,8 @@ TRL: dict[str, Rule | str] = {
 def to_toml(tree: dict[str, Any]) -> str:
     """Settings as our files have them: values of the top, then a table a section."""
     lines = [f"{key} = {toml_value(value)}" for key, value in tree.items() if not isinstance(value, dict)]
-    for section, values in tree.items():
-        if isinstance(values, dict):
-            lines += ["", f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
+    for section, table in ((name, value) for name, value in tree.items() if isinstance(value, dict)):
+        lines += ["", f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in table.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -9,6 +9,7 @@ import click
 
 from hotlap import clock
 from hotlap.cli.report import open_ledger, require_extra
+from hotlap.cli.runs import OUTPUT_DIR
 from hotlap.errors import Survivors, UsageError
 
 if TYPE_CHECKING:
@@ -26,9 +27,7 @@ Example:
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Another address than loopback needs a token.")
 @click.option("--port", default=8787, show_default=True, type=click.IntRange(0, 65535), help="0: any that is free.")
-@click.option(
-    "--output-dir", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs."
-)
+@OUTPUT_DIR
 @click.option(
     "--studies-dir", default="studies", show_default=True, type=click.Path(path_type=Path), help="Folder of studies."
 )

@@ -1,7 +1,9 @@
 """`hotlap demo`: a real model learns who it is, in slices, one of which is killed."""
 
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +25,8 @@ _SETTINGS: dict[str, Any] = {
     "dataset": str(DATASET),
     "data": {"seq_len": 256},
     "model": {"precision": "float32"},
-    "optim": {"lr": 1.5e-3, "warmup_steps": 2},
-    "train": {"epochs": 2.0},
+    "optim": {"lr": 2e-3, "warmup_steps": 2},
+    "train": {"epochs": 1.0},
     "checkpoint": {"every_s": 5.0},
     "seed": 6,
 }
@@ -181,11 +183,13 @@ def _print_story(before: list[dict[str, Any]], after: list[dict[str, Any]], laps
 def _print_next(config: "RunConfig") -> None:
     name, folder = config.run_name, config.output_dir
     where = "" if folder == "runs" else f" --output-dir {folder}"
+    # In a clone nothing is on the path until its environment is activated.
+    hotlap = "hotlap" if shutil.which("hotlap") else os.path.relpath(Path(sys.executable).with_name("hotlap"))
     click.echo(
         f"""
 Try next:
-  hotlap generate {name} "What do you do when a slice is killed?"{where}
-  hotlap runs {name}{where}                 where each slice's seconds went
-  hotlap logs {name}{where}                 loss and learning rate, step by step
-  hotlap train --base-model smollm2-135m --dataset YOUR.jsonl --chain"""
+  {hotlap} generate {name} "What do you do when a slice is killed?"{where}
+  {hotlap} runs {name}{where}                 where each slice's seconds went
+  {hotlap} logs {name}{where}                 loss and learning rate, step by step
+  {hotlap} train --base-model smollm2-135m --dataset YOUR.jsonl --chain"""
     )

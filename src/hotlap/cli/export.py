@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from hotlap.cli.runs import OUTPUT_DIR
+
 if TYPE_CHECKING:
     from hotlap.export.folders import Tuned
 
 Form = Literal["merge", "fp8", "gguf"]
-_OUTPUT_DIR = click.option(
-    "--output-dir", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs."
-)
 
 
 @click.command(
@@ -24,7 +23,7 @@ Example:
 )
 @click.argument("form", type=click.Choice(["merge", "fp8", "gguf"]))
 @click.argument("run")
-@_OUTPUT_DIR
+@OUTPUT_DIR
 @click.option(
     "--precision",
     default="base",

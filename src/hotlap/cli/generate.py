@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hotlap import errors
+from hotlap.cli.runs import OUTPUT_DIR
 
 if TYPE_CHECKING:
     from hotlap.child import ChildEnd
@@ -30,9 +31,7 @@ Example:
 )
 @click.argument("run")
 @click.argument("prompts", metavar="PROMPT...", nargs=-1, required=True)
-@click.option(
-    "--output-dir", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs."
-)
+@OUTPUT_DIR
 @click.option(
     "--max-new-tokens", default=128, show_default=True, type=click.IntRange(min=1), help="Longest answer in tokens."
 )

@@ -1,6 +1,5 @@
 """What `hotlap launch` sends to its machines: a run's slices, a study's trials, or a verification's runs."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,28 +106,18 @@ def errand_of(
 
     chosen = track.find(Path.cwd(), submission.track_of(path))
     cap_s = num_runs * (chosen.spec.limits.time_limit_s + _EVALUATION_S)
-    return errands.verification(path.as_posix(), chosen.folder.name, num_runs, cap_s, root)
+    code = submission.code_sha256(path)
+    return errands.verification(path.as_posix(), code, chosen.folder.name, num_runs, cap_s, root)
 
 
 def session_in_words(path: Path, work: Work, offers: "Sequence[Offer]", place: Place) -> str:
-    """What a whole session of a study costs at most, on machines that each have room for so many of its trials."""
+    """What a whole session of a study costs, expected and at most."""
     from hotlap.cloud import errands
     from hotlap.cloud.launcher import plan_of
-    from hotlap.cloud.money import rate_of, usd, worst_rate
-    from hotlap.research import simulate, space
+    from hotlap.cloud.money import rate_of, worst_rate
+    from hotlap.research import price, space
 
-    study = space.load_study(path).study
-    found = simulate.forecast(study, None, _SESSION, 0.0, 400)
-    trial_s = simulate.seconds_of_a_trial(study, None)
-    per_machine = (
-        max(1, int((work.job.cap_s - errands.START_S - study.deadline_s + trial_s) // trial_s)) * study.workers
-    )
-    num_runs = found["num_runs"]
-    num_machines = math.ceil(num_runs / per_machine)
-    ttl_s = plan_of(work.job, place.provider.traits).ttl_s
-    rate = worst_rate(max((rate_of(offer) for offer in offers), key=lambda rate: rate.usd_micros_per_hour))
-    price = rate.cost(ttl_s).usd_micros * num_machines
-    return (
-        f"a full {_SESSION}-iteration session costs at most {usd(price)}: about {num_runs} runs on {num_machines} "
-        f"machines of at most {ttl_s:.0f} s"
-    )
+    dearest = max(worst_rate(rate_of(offer)).usd_micros_per_hour for offer in offers)
+    paid_s = plan_of(work.job, place.provider.traits).ttl_s
+    idle_s = paid_s - (work.job.cap_s - errands.START_S)
+    return price.price_of(space.load_study(path).study, None, _SESSION, dearest, paid_s, idle_s).words

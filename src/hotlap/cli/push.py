@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hotlap.cli.export import talk, tuned_of
+from hotlap.cli.runs import OUTPUT_DIR
 
 if TYPE_CHECKING:
     from hotlap.export.push import Cost
@@ -19,9 +20,7 @@ Example:
 )
 @click.argument("run")
 @click.argument("repo")
-@click.option(
-    "--output-dir", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs."
-)
+@OUTPUT_DIR
 @click.option(
     "--form",
     default="adapter",

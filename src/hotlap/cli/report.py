@@ -8,7 +8,7 @@ import click
 
 from hotlap import clock
 from hotlap.cli import written
-from hotlap.cli.runs import complete_run
+from hotlap.cli.runs import OUTPUT_DIR, complete_run
 from hotlap.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ Example:
 )
 @click.argument("name", required=False, metavar="[RUN|STUDY]", shell_complete=complete_run)
 @click.option("--output", type=click.Path(path_type=Path), help="The file to write.  [default: reports/NAME.html]")
-@click.option(
-    "--output-dir", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs."
-)
+@OUTPUT_DIR
 @click.option(
     "--studies-dir", default="studies", show_default=True, type=click.Path(path_type=Path), help="Folder of studies."
 )

@@ -22,7 +22,7 @@ def complete_run(context: click.Context, _parameter: click.Parameter, incomplete
     return [run.name for run in list_runs(folder) if run.name.startswith(incomplete)]
 
 
-_OUTPUT_DIR = click.option(
+OUTPUT_DIR = click.option(
     "--output-dir", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs."
 )
 _POLL_S = 0.5
@@ -38,7 +38,7 @@ Example:
 """
 )
 @click.argument("run", required=False, shell_complete=complete_run)
-@_OUTPUT_DIR
+@OUTPUT_DIR
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def runs(run: str | None, output_dir: Path, as_json: bool) -> None:
     """List the runs; with RUN, its slices and where their seconds went."""
@@ -72,6 +72,8 @@ def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
     console = Console(highlight=False)
     console.width = console.width if console.is_terminal else 240
     console.print(table)
+    if not rows:
+        console.print("none")
 
 
 def _cell(value: Any) -> str:
@@ -88,7 +90,7 @@ Example:
 )
 @click.argument("run", shell_complete=complete_run)
 @click.option("-f", "--follow", is_flag=True, help="Go on as rows come, until the run is not running any more.")
-@_OUTPUT_DIR
+@OUTPUT_DIR
 @click.option("--json", "as_json", is_flag=True, help="Rows as JSON lines.")
 def logs(run: str, follow: bool, output_dir: Path, as_json: bool) -> None:
     """Print a run's metrics, a line per step and evaluation."""
@@ -141,7 +143,7 @@ Example:
 """
 )
 @click.argument("run", shell_complete=complete_run)
-@_OUTPUT_DIR
+@OUTPUT_DIR
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def stop(run: str, output_dir: Path, as_json: bool) -> None:
     """Stop a run's slice: its state is saved, and the same command resumes it. Waits for the proof.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from hotlap.cli.export import talk, tuned_of
+from hotlap.cli.runs import OUTPUT_DIR
 
 if TYPE_CHECKING:
     from hotlap.export.bench import Measured
@@ -24,9 +25,7 @@ Example:
 """
 )
 @click.argument("run")
-@click.option(
-    "--output-dir", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs."
-)
+@OUTPUT_DIR
 @click.option(
     "--form",
     default="adapter",
@@ -172,9 +171,9 @@ def bench(
         click.echo(json.dumps(report))
     if plot is not None:
         from hotlap.cli import written
-        from hotlap.report import serving
+        from hotlap.report import chart, serving
 
-        written.write(plot, serving.draw(report))
+        written.write(plot, chart.svg_of(serving.charts(report)))
 
 
 _COLUMNS = (

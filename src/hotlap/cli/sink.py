@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from hotlap.cli.runs import complete_run
+from hotlap.cli.runs import OUTPUT_DIR, complete_run
 
 _NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
 _EVERY_S = 2.0
@@ -19,9 +19,7 @@ Example:
 @click.argument("run", shell_complete=complete_run)
 @click.option("--to", "name", required=True, type=click.Choice(_NAMES), help="Which tracker; each is an extra.")
 @click.option("-f", "--follow", is_flag=True, help="Go on as rows come, until the run is not running any more.")
-@click.option(
-    "--output-dir", default="runs", show_default=True, type=click.Path(path_type=Path), help="Folder of runs."
-)
+@OUTPUT_DIR
 def sink(run: str, name: str, follow: bool, output_dir: Path) -> None:
     """Send a run's metrics to a tracker: each row once, however often this is called.
 

@@ -97,6 +97,7 @@ def new_track(
 ) -> None:
     """Make a track of your own data, and freeze it. Without --data: freeze a folder whose spec.toml you wrote."""
     from hotlap.speedrun import new_track as maker
+    from hotlap.speedrun import records as book
 
     contest = contest.absolute()
     if data is None:
@@ -105,6 +106,7 @@ def new_track(
         raise click.UsageError("--data needs --target: what a run has to reach.")
     else:
         made = maker.make(contest, track_id, data, metric, target, base_model, threads, say)
+    book.write_tables(contest)
     click.echo(f"{made.name} {made.sha256}")
 
 
@@ -149,11 +151,24 @@ Example:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Run nothing: check and take in what `python -m hotlap.speedrun.remote` left in this folder.",
 )
+@click.option("--on", "provider", help="Run it on a rented machine: local, ssh, runpod or modal.")
+@click.option("--volume-id", help="Of --on: the volume to which the submission, its track and the runs come.")
+@click.option("--image", help="Of --on: as of `hotlap launch`.")
 @contest_option
 @json_option
-def verify(folder: Path, num_runs: int, measured: Path | None, contest: Path, as_json: bool) -> int:
+def verify(
+    folder: Path,
+    num_runs: int,
+    measured: Path | None,
+    provider: str | None,
+    volume_id: str | None,
+    image: str | None,
+    contest: Path,
+    as_json: bool,
+) -> int:
     """Run a submission again with fresh seeds, locked in, and decide. Exit 0: pass; 8: fail or undecided; 75: stopped
     by a signal, and the same command goes on."""
+    from hotlap.cli import speedrun_rented
     from hotlap.cli.progress import plain
     from hotlap.speedrun import remote, submission, track
     from hotlap.speedrun import verify as verifier
@@ -161,6 +176,10 @@ def verify(folder: Path, num_runs: int, measured: Path | None, contest: Path, as
 
     contest, folder = contest.absolute(), folder.absolute()
     chosen = track.find(contest, submission.track_of(folder))
+    if provider is not None:
+        code, measured = speedrun_rented.measure(contest, folder, chosen, num_runs, provider, volume_id, image)
+        if code not in (DONE, NOT_PROVEN):
+            return code
     try:
         if measured is None:
             report = verifier.verify(contest, folder, chosen, num_runs, remote.sources(), say)

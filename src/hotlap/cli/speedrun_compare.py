@@ -65,7 +65,7 @@ Example:
 @click.option(
     "--against",
     type=click.Path(path_type=Path),
-    help="The plain recipe: every setting in which they differ is a technique. [default: the same without [techniques]]",
+    help="The plain recipe: each setting in which they differ counts. [default: the same without [techniques]]",
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each variant.")
 @_out

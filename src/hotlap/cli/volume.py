@@ -9,7 +9,9 @@ import click
 if TYPE_CHECKING:
     from hotlap.cloud.volume import Volume
 
-_VOLUME = click.option("--volume-id", required=True, help="Network volume, modal:NAME, or a folder of this machine.")
+_VOLUME = click.option(
+    "--volume-id", required=True, help="Network volume, modal:NAME, ssh: (a box of yours), or a folder."
+)
 
 
 @click.group(
@@ -38,7 +40,7 @@ def ls(volume_id: str, as_json: bool, prefix: str) -> None:
     """List the files below PREFIX with their sizes."""
     from hotlap.cli.runs import print_table
 
-    rows = [{"key": item.key, "bytes": item.num_bytes} for item in _open(volume_id).ls(prefix)]
+    rows = [{"key": item.key, "bytes": item.num_bytes} for item in opened(volume_id).ls(prefix)]
     click.echo(json.dumps(rows, indent=1)) if as_json else print_table(rows, ("key", "bytes"))
 
 
@@ -55,7 +57,7 @@ def put(volume_id: str, source: Path, key: str) -> None:
     """Bring a file, or a folder's files, to KEY. A machine sees it as /workspace/KEY."""
     from hotlap.cloud.volume import walk
 
-    there = _open(volume_id)
+    there = opened(volume_id)
     for path, name in walk(source, key):
         was_sent = there.put(path, name)
         click.echo(f"{'put' if was_sent else 'there already'}: {name}", err=True)
@@ -72,7 +74,7 @@ Example:
 @click.argument("target", type=click.Path(path_type=Path))
 def get(volume_id: str, key: str, target: Path) -> None:
     """Bring the file KEY here, as TARGET."""
-    was_got = _open(volume_id).get(key, target)
+    was_got = opened(volume_id).get(key, target)
     click.echo(f"{'got' if was_got else 'here already'}: {target}", err=True)
 
 
@@ -90,12 +92,15 @@ def pull(run: str, volume_id: str, folder: str, output_dir: Path) -> None:
     """Bring a run's adapters, metrics and reports here. Its checkpoints stay where it is trained."""
     from hotlap.cloud import volume as volumes
 
-    volumes.pull(_open(volume_id), run, folder, output_dir, lambda text: click.echo(text, err=True))
+    volumes.pull(opened(volume_id), run, folder, output_dir, lambda text: click.echo(text, err=True))
     click.echo(output_dir / run)
 
 
-def _open(volume_id: str) -> "Volume":
+def opened(volume_id: str) -> "Volume":
+    """As `volume.open_volume`, with Modal's volumes and the files of a box."""
     from hotlap.cloud import rental
     from hotlap.cloud.volume import open_volume
+    from hotlap.config import load_cloud
 
-    return rental.modal_volume(volume_id) or open_volume(volume_id, rental.center_of)
+    ours = rental.modal_volume(volume_id) or rental.box_volume(volume_id, load_cloud())
+    return ours or open_volume(volume_id, rental.center_of)

@@ -1,17 +1,17 @@
 """How hotlap arrives on a rented machine's volume: parts of its wheel, then an environment that has it, made once.
 
-    python3 -I arrive.py piece ROOT DIGEST FILE_NAME NUMBER COUNT TEXT
-    python3 -I arrive.py install ROOT DIGEST FILE_NAME EXTRA COMMANDS
+    python3 -I arrive.py ROOT DIGEST FILE_NAME ORDER
 
 Standard library only, and it stands alone: its text travels in the create request, as the job of `boot`. ROOT is the
-volume, DIGEST the wheel's SHA-256. COMMANDS is a JSON list of commands, each a list of words for the environment's
-Python. Lines on standard output: `HOTLAP: ` and JSON, an `arrived` event per step with its seconds.
+volume, DIGEST the wheel's SHA-256. ORDER is JSON: `part`, a part of the wheel as its number, their count and a text,
+and `install`, which the last machine has: an extra, and commands, each a list of words for the environment's Python.
+Either may be missing. Lines on standard output: `HOTLAP: ` and JSON, an `arrived` event per step with its seconds.
 """
 
 import base64
+import bz2
 import hashlib
 import json
-import lzma
 import os
 import site
 import subprocess
@@ -26,27 +26,31 @@ _OLDEST = (3, 11)
 def main(argv: list[str]) -> int:
     if sys.version_info < _OLDEST:
         return _fail(f"The image's Python is {sys.version.split()[0]}; hotlap needs 3.11 or newer. Use another image.")
-    what, root, digest, file_name, *rest = argv
+    root, digest, file_name, text = argv
+    order = json.loads(text)
     wheel = Path(root) / ".hotlap" / "parcels" / digest / file_name
-    if what == "piece":
-        return take_piece(wheel, digest, int(rest[0]), int(rest[1]), rest[2])
-    return install(env_folder(Path(root), digest), wheel, digest, rest[0], json.loads(rest[1]))
+    code = take_part(wheel, digest, *order["part"]) if "part" in order else 0
+    if code == 0 and "install" in order:
+        code = install(env_folder(Path(root), digest), wheel, digest, *order["install"])
+    return code
 
 
 def env_folder(root: Path, digest: str) -> Path:
     return root / ".hotlap" / "envs" / digest[:16]
 
 
-def take_piece(wheel: Path, digest: str, number: int, count: int, text: str) -> int:
+def take_part(wheel: Path, digest: str, number: int, count: int, text: str) -> int:
     """Keep one part; with the last of them, whichever that is, make the wheel of them."""
     began_s = time.monotonic()
+    if _is_whole(wheel, digest):
+        return 0
     wheel.parent.mkdir(parents=True, exist_ok=True)
-    _write(wheel.parent / f"piece-{number}", text.encode())
-    parts = [wheel.parent / f"piece-{number}" for number in range(count)]
+    _write(wheel.parent / f"part-{number}", text.encode())
+    parts = [wheel.parent / f"part-{number}" for number in range(count)]
     if all(part.exists() for part in parts):
         try:
-            data = lzma.decompress(base64.b85decode(b"".join(part.read_bytes() for part in parts)))
-        except (ValueError, lzma.LZMAError) as error:
+            data = bz2.decompress(base64.b85decode(b"".join(part.read_bytes() for part in parts)))
+        except (ValueError, OSError) as error:
             return _fail(f"The parts of the wheel do not fit together: {error}.", parts)
         if hashlib.sha256(data).hexdigest() != digest:
             return _fail("The wheel is not the one that was sent.", parts)
@@ -57,12 +61,16 @@ def take_piece(wheel: Path, digest: str, number: int, count: int, text: str) -> 
     return 0
 
 
+def _is_whole(wheel: Path, digest: str) -> bool:
+    return wheel.exists() and hashlib.sha256(wheel.read_bytes()).hexdigest() == digest
+
+
 def install(env: Path, wheel: Path, digest: str, extra: str, commands: list[list[str]]) -> int:
     """Make the environment unless it is there, whole and for this Python, and run the commands in it."""
     began_s = time.monotonic()
     if not is_ready(env, digest):
-        if not wheel.exists() or hashlib.sha256(wheel.read_bytes()).hexdigest() != digest:
-            return _fail(f"{wheel} is not there whole. Run: hotlap prepare.")
+        if not _is_whole(wheel, digest):
+            return _fail(f"{wheel} is not there whole. Launch again: it is brought once more.")
         code = _make(env, wheel, extra)
         if code != 0:
             return _fail(f"The environment cannot be made: exit code {code}; the lines above say why.")

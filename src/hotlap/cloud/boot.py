@@ -103,7 +103,7 @@ def result_of(told: Mapping[str, Any] | None, returncode: int, did_overrun: bool
     if returncode == 0:
         return {**(told or {}), "exit_code": 0, "reason": "done", "message": "The job is done."}
     if returncode < 0:
-        message = f"The job was ended by {signal.Signals(-returncode).name} from outside."
+        message = f"The job was ended by signal {-returncode} ({signal.strsignal(-returncode)}) from outside."
         return {**(told or {}), "exit_code": 6, "reason": "crash", "message": message}
     message = f"The job ended with exit code {returncode} and no result of its own."
     return {**(told or {}), "exit_code": returncode, "reason": "crash", "message": message}
@@ -166,9 +166,9 @@ class Stops:
         self.is_asked = True
         self.tell_job()
 
-    def tell_job(self) -> None:
+    def tell_job(self, number: int = signal.SIGTERM) -> None:
         if self.group is not None:
-            _signal_group(self.group, signal.SIGTERM)
+            _signal_group(self.group, number)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -184,7 +184,12 @@ def main(argv: Sequence[str]) -> None:
         speaker.say(event_line("refused", boot_id=boot_id, reason=refused[0], message=refused[1]))
     else:
         deadline_s = began_s + seconds_to_run(orders, now_s)
-        result = _run_job(argv, orders, deadline_s, boot_id, speaker, stops)
+        try:
+            result = _run_job(argv, orders, deadline_s, boot_id, speaker, stops)
+        except Exception as error:  # noqa: BLE001  (a boot that dies is started again, and nobody hears why)
+            stops.tell_job(signal.SIGKILL)
+            message = f"Boot itself failed, which is a bug: {type(error).__name__}: {error}."
+            result = {"exit_code": 1, "reason": "unexpected", "message": message}
         speaker.say(event_line("result", **{**result, "boot_id": boot_id}))
     _hold(orders, speaker, stops, key)
 
@@ -319,6 +324,7 @@ def _end_machine(pod_id: str, key: str, speaker: Speaker) -> None:
 
 def _call(method: str, url: str, key: str, action: bytes | None) -> int | None:
     """The answer's status; None if there was no answer."""
+    import http.client
     import ssl
     import urllib.error
     import urllib.request
@@ -338,11 +344,19 @@ def _call(method: str, url: str, key: str, action: bytes | None) -> int | None:
     except urllib.error.HTTPError as error:
         with error:
             return error.code
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return None
 
 
 # --- processes ---
+
+
+def process_ids() -> list[int]:
+    """Every process, as Linux lists them; elsewhere none. `glob` would look at each, and raise when one ends just then:
+    the kernel says of it that there is no such process, not that there is no such file."""
+    with contextlib.suppress(FileNotFoundError):
+        return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    return []
 
 
 def _signal_group(group: int, number: int) -> None:
@@ -363,7 +377,7 @@ def _kill_orphans() -> None:
         if not pids:
             return
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
@@ -372,10 +386,10 @@ def _kill_orphans() -> None:
 
 
 def _children() -> Generator[int]:
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for pid in process_ids():
         with contextlib.suppress(OSError, ValueError, IndexError):
-            if int(path.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
-                yield int(path.parent.name)
+            if int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
+                yield pid
 
 
 if __name__ == "__main__":

@@ -47,13 +47,24 @@ def research(name: str, text: str, num_trials: int | None, cap_s: float, root: s
     return Errand(f"research-{name}"[:64], cap_s, (*command, "--output-dir", folder), {place: text})
 
 
+def measured_folder(submission: str, code_sha256: str) -> str:
+    """Where what is measured of a submission comes to, below the root. Named after its code as well: runs of what was
+    edited since must not count."""
+    return f"verifications/{PurePosixPath(submission).name}-{code_sha256[:12]}"
+
+
 def verification(
-    submission: str, track_id: str, num_runs: int, cap_s: float, root: str, module: str = "hotlap.speedrun.remote"
+    submission: str,
+    code_sha256: str,
+    track_id: str,
+    num_runs: int,
+    cap_s: float,
+    root: str,
+    module: str = "hotlap.speedrun.remote",
 ) -> Errand:
-    """Fresh runs of a submission that lies below the root, beside its contest's `tracks`. What is measured comes to
-    `verifications` there."""
+    """Fresh runs of a submission that lies below the root, beside its contest's `tracks`."""
     folder = PurePosixPath(root) / submission
-    out = str(PurePosixPath(root) / "verifications" / folder.name)
+    out = str(PurePosixPath(root) / measured_folder(submission, code_sha256))
     words = (str(folder), "--track", track_id, "--runs", str(num_runs), "--out", out)
     return Errand(f"verify-{folder.name}"[:64], cap_s, ("python", "-m", module, *words), needs_network=False)
 

@@ -1,17 +1,20 @@
-"""The box's end of the `ssh` provider: its machines, made, listed, ended and read for one order that comes by a line.
+"""The box's end of the `ssh` provider: its machines, made, listed, ended and read for one order that comes by a line,
+and files of the login's home.
 
-    python -m hotlap.cloud.far create|machines|terminate|logs
+    python -m hotlap.cloud.far create|machines|terminate|logs|files|hash|get|put
 
 It greets with a line of JSON about this box and then waits for the order, so whoever has no greeting has sent nothing.
-The answer is a line of JSON too. From its greeting to its answer a create keeps listings waiting: one that was cut off
-from whoever ordered it is over, one way or the other, when the next listing is read. A machine is one of the local
-provider's, in a folder of its own, with a guardian that ends it at its time, whatever becomes of the connection.
+The answer is a line of JSON too. A file's bytes follow the order, or the answer. From its greeting to its answer a
+create keeps listings waiting: one that was cut off from whoever ordered it is over, one way or the other, when the next
+listing is read. A machine is one of the local provider's, in a folder of its own, with a guardian that ends it at its
+time, whatever becomes of the connection.
 """
 
 import contextlib
 import fcntl
 import json
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Generator
@@ -24,8 +27,9 @@ from hotlap import durable
 from hotlap.cloud import boot
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.provider import Listing, ListingBroken, Offer, Start, Tags
+from hotlap.cloud.volume import CHUNK_BYTES, FolderVolume
 from hotlap.config import hotlap_home
-from hotlap.errors import HotlapError
+from hotlap.errors import CorruptFile, HotlapError
 
 Order = dict[str, Any]
 
@@ -56,11 +60,55 @@ def _logs(provider: LocalProvider, order: Order) -> Any:
     return asdict(provider.logs(order["machine_id"], order["cursor"]))
 
 
+def _files(_provider: LocalProvider, order: Order) -> Any:
+    return [asdict(item) for item in _home().ls(order["prefix"])]
+
+
+def _hash(_provider: LocalProvider, order: Order) -> Any:
+    path = _home().place(order["key"])
+    return durable.sha256_file(path) if path.is_file() else None
+
+
+def _get(_provider: LocalProvider, order: Order) -> Any:
+    return _home().place(order["key"]).stat().st_size
+
+
+def _send_file(order: Order) -> None:
+    with _home().place(order["key"]).open("rb") as file:
+        file.seek(order["begin"])
+        while chunk := file.read(CHUNK_BYTES):
+            sys.stdout.buffer.write(chunk)
+
+
+def _put(_provider: LocalProvider, order: Order) -> Any:
+    path, left = _home().place(order["key"]), order["num_bytes"]
+    durable.make_dirs(path.parent)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    durable.write_synced(part, b"")
+    while left and (chunk := sys.stdin.buffer.read(min(left, CHUNK_BYTES))):
+        durable.disk.append(part, chunk)
+        left -= len(chunk)
+    if durable.sha256_file(part) != order["sha256"]:
+        durable.disk.remove(part)
+        raise CorruptFile(f"{path} did not arrive whole. Put it again.")
+    durable.sync_file(part)
+    durable.disk.rename(part, path)
+    return order["num_bytes"]
+
+
+def _home() -> FolderVolume:
+    return FolderVolume(Path.home())
+
+
 _ACTS: dict[str, Callable[[LocalProvider, Order], Any]] = {
     "create": _create,
     "machines": _list,
     "terminate": _terminate,
     "logs": _logs,
+    "files": _files,
+    "hash": _hash,
+    "get": _get,
+    "put": _put,
 }
 
 
@@ -91,9 +139,9 @@ def main(argv: list[str]) -> None:
     with _in_turn(what):
         print(json.dumps(greeting()), flush=True)
         signal.alarm(_ORDER_S)
-        line = sys.stdin.readline()
+        line = sys.stdin.buffer.readline()
         signal.alarm(0)
-        if line.endswith("\n"):  # else it was cut off before it was whole, and nothing was ordered
+        if line.endswith(b"\n"):  # else it was cut off before it was whole, and nothing was ordered
             _answer(what, json.loads(line))
 
 
@@ -108,6 +156,8 @@ def _answer(what: str, order: Order) -> None:
         answer = {"error": type(error).__name__, "message": str(error)}
     with contextlib.suppress(BrokenPipeError):  # nobody listens any more; the machine's folder tells it all
         print(json.dumps(answer), flush=True)
+        if what == "get" and "is" in answer:
+            _send_file(order)
 
 
 if __name__ == "__main__":

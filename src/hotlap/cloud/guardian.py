@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import clock, durable
+from hotlap.cloud import boot
 from hotlap.cloud.machine_files import MachineFolder
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -127,9 +128,17 @@ def descendants(pid: int) -> list[int]:
 
 
 def _parents() -> Iterator[tuple[int, int]]:
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for pid in boot.process_ids():
         with contextlib.suppress(OSError, ValueError, IndexError):
-            yield int(path.parent.name), int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
+            yield pid, int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+
+
+def pids_with(setting: str) -> Iterator[int]:
+    """Processes whose environment has this, such as `NAME=value`, wherever in the tree of processes they went."""
+    for pid in boot.process_ids():
+        with contextlib.suppress(OSError):
+            if setting.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                yield pid
 
 
 def _signal_group(pid: int, number: int) -> None:

@@ -229,11 +229,10 @@ def _environment(start: Start) -> dict[str, str]:
 
 def _kill_tagged(lease_id: str) -> int:
     """Kill what carries the lease in its environment; how many there were."""
-    mark = f"HOTLAP_LEASE={lease_id}".encode()
     num_found = 0
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if path.parent.name != str(os.getpid()) and mark in path.read_bytes().split(b"\0"):
-                num_found += 1
-                os.kill(int(path.parent.name), signal.SIGKILL)
+    for pid in guardian.pids_with(f"HOTLAP_LEASE={lease_id}"):
+        if pid != os.getpid():
+            num_found += 1
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
     return num_found

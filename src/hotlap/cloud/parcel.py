@@ -1,14 +1,17 @@
 """What travels to a rented machine: a wheel of the hotlap that runs here, with the versions it runs with.
 
 The wheel is made from the files themselves and not by a build backend: what is tried here runs there, edits included,
-no network is needed, and the same files give the same bytes, so that its hash names what is installed.
+no network is needed, and the same files give the same bytes, so that its hash names what is installed. Docstrings stay
+here, and what no job there uses: each part of the wheel that is to be sent is a machine.
 """
 
+import ast
 import base64
+import bz2
 import csv
 import hashlib
 import io
-import lzma
+import re
 import zipfile
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,11 +29,20 @@ _OF_THE_IMAGE = {"torch"}
 """Builds of it differ with the machine, so the image's own is used, or the newest for its processor is installed."""
 
 _SENT = (".py", ".jsonl", ".toml", ".typed")
-_STAYS = ("export", "report", "testing")
-"""Packages that no job on a rented machine uses: each part of a wheel is a machine."""
+_STAYS = re.compile(
+    r"(cloud|export|report|testing)/|translate\.py|data/propose\.py|"
+    r"speedrun/(ablate|duel|new_track|rerun|rounds|template|transfer)\.py"
+)
+"""What no job on a rented machine uses."""
 
-_PIECE_CHARS = 72_000
-"""A create request may have 102,400 bytes, and `boot` travels in each."""
+_GOES = re.compile(r"cloud/(__init__|errand|provider|worker)\.py")
+"""Of that, what every job there begins with."""
+
+_AS_IT_IS = "speedrun/evaluate.py"
+"""Tracks are pinned to its bytes."""
+
+_PART_CHARS = 86_000
+"""A create request may have 102,400 bytes, and `boot` and `arrive` travel in each."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +55,10 @@ class Parcel:
         """SHA-256 of the wheel, in hexadecimal."""
         return durable.sha256_bytes(self.wheel)
 
-    def pieces(self) -> list[str]:
+    def parts(self) -> list[str]:
         """The wheel, packed, in parts that fit into one request each, as text without quotes or slashes."""
-        text = base64.b85encode(lzma.compress(self.wheel, preset=9 | lzma.PRESET_EXTREME)).decode()
-        return [text[start : start + _PIECE_CHARS] for start in range(0, len(text), _PIECE_CHARS)]
+        text = base64.b85encode(bz2.compress(self.wheel)).decode()
+        return [text[start : start + _PART_CHARS] for start in range(0, len(text), _PART_CHARS)]
 
 
 def pack() -> Parcel:
@@ -54,11 +66,7 @@ def pack() -> Parcel:
     here = metadata.distribution("hotlap")
     info = f"hotlap-{here.version}.dist-info"
     root = Path(hotlap.__file__).parent
-    files = {
-        f"hotlap/{path.relative_to(root).as_posix()}": path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.suffix in _SENT and path.relative_to(root).parts[0] not in _STAYS
-    }
+    files = {f"hotlap/{name}": _sent(root, name) for name in _names(root)}
     headers, _, _read_me = (here.read_text("METADATA") or "").partition("\n\n")
     files[f"{info}/METADATA"] = (headers + "\n").encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: hotlap\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -66,6 +74,34 @@ def pack() -> Parcel:
     files[f"{info}/constraints.txt"] = constraints().encode()
     files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD")
     return Parcel(_zipped(files), f"hotlap-{here.version}-py3-none-any.whl")
+
+
+def _names(root: Path) -> list[str]:
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.suffix in _SENT)
+    return [name for name in names if _GOES.fullmatch(name) or not _STAYS.match(name)]
+
+
+def _sent(root: Path, name: str) -> bytes:
+    data = (root / name).read_bytes()
+    return bare(data.decode()).encode() if name.endswith(".py") and name != _AS_IT_IS else data
+
+
+def bare(source: str) -> str:
+    """The same program without docstrings, each line where it was, so that tracebacks tell the same."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            for text in filter(_is_text, node.body):
+                assert text.end_lineno is not None
+                lines[text.lineno - 1 : text.end_lineno] = ["\n"] * (text.end_lineno - text.lineno + 1)
+                if len(node.body) == 1:
+                    lines[text.lineno - 1] = " " * text.col_offset + "...\n"
+    return "".join(lines)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    """Whether it says something and does nothing: a docstring, or that of a field."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def constraints() -> str:

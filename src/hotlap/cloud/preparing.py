@@ -1,7 +1,7 @@
 """Prepare a volume, so that slices start within seconds of boot: hotlap, its environment, the model and packed data.
 
-The wheel is too large for one request, so machines of a minute or so each bring a part of it; the last one installs.
-Every step is skipped when it was done before, so a preparation that was cut short goes on where it was.
+What does not fit into one request is brought by machines of a minute or so, a part each; the last one brings its part
+and installs. Every step is skipped when it was done before.
 """
 
 import json
@@ -17,7 +17,7 @@ from hotlap.cloud.money import Amount
 from hotlap.cloud.parcel import Parcel
 from hotlap.cloud.provider import Offer, Start, Traits
 from hotlap.cloud.rental import boot_env, worker_of
-from hotlap.cloud.runpod_shapes import boot_argv
+from hotlap.cloud.runpod_shapes import boot_argv, packed
 from hotlap.config import RunConfig, hotlap_home
 
 VOLUME = "/workspace"
@@ -27,7 +27,7 @@ HOME = f"{VOLUME}/.hotlap/home"
 ERRANDS = "errands"
 """Stands for every errand in what is known of a volume: they share one environment."""
 
-_PIECE_CAP_S = 60.0
+_PART_CAP_S = 60.0
 _INSTALL_CAP_S = 600.0
 
 
@@ -102,8 +102,13 @@ class Preparation:
         known = _known(self.volume_id)
         known["runs"][self.run] = self.digest
         known["parcels"] = sorted({*known["parcels"], self.digest})
-        durable.make_dirs(_record_of(self.volume_id).parent)
-        durable.replace(_record_of(self.volume_id), durable.canonical_json(known).encode())
+        _write(self.volume_id, known)
+
+    def forget(self) -> None:
+        """Bring the wheel again next time: somebody may have emptied the volume."""
+        known = _known(self.volume_id)
+        known["parcels"] = sorted({*known["parcels"]} - {self.digest})
+        _write(self.volume_id, known)
 
 
 def is_prepared(volume_id: str, run: str, parcel: Parcel) -> bool:
@@ -117,18 +122,18 @@ def preparation(
     """What it takes to have everything on the volume that a slice of this run needs; without a run, what an errand
     does."""
     run = f"prepare-{volume_id}"[:64]
-    source = Path(arrive.__file__).read_text(encoding="utf-8")
-    place = (VOLUME, parcel.digest, parcel.file_name)
+    source = packed(arrive.__file__)
 
-    def job(what: str, cap_s: float, *rest: str) -> Job:
-        argv = boot_argv(("python3", "-I", "-c", source, what, *place, *rest))
-        return _job(run, cap_s, argv, volume_id, image, traits)
+    def job(cap_s: float, **order: Any) -> Job:
+        words = (VOLUME, parcel.digest, parcel.file_name, json.dumps(order))
+        return _job(run, cap_s, boot_argv(("python3", "-I", "-c", source, *words)), volume_id, image, traits)
 
-    pieces = [] if parcel.digest in _known(volume_id)["parcels"] else parcel.pieces()
-    jobs = [job("piece", _PIECE_CAP_S, str(each), str(len(pieces)), text) for each, text in enumerate(pieces)]
-    commands = json.dumps([] if config is None else commands_of(on_volume(config)))
-    name = ERRANDS if config is None else config.run_name
-    return Preparation(volume_id, name, parcel.digest, (*jobs, job("install", _INSTALL_CAP_S, extra, commands)))
+    texts = [] if parcel.digest in _known(volume_id)["parcels"] else parcel.parts()
+    parts = [{"part": (number, len(texts), text)} for number, text in enumerate(texts)]
+    install = {"install": (extra, [] if config is None else commands_of(on_volume(config)))}
+    last = parts.pop() if parts else {}
+    jobs = (*(job(_PART_CAP_S, **part) for part in parts), job(_INSTALL_CAP_S, **last, **install))
+    return Preparation(volume_id, ERRANDS if config is None else config.run_name, parcel.digest, jobs)
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,8 @@ def prepare(
         on_end(ends[-1])
         end = ends[-1].end
         if end is None or end.result is None or end.result.get("exit_code") != 0:
+            if end is not None and end.result is not None and end.result.get("reason") == "provisioning":
+                plan.forget()
             return Prepared(False, tuple(ends))
     plan.note()
     return Prepared(True, tuple(ends))
@@ -167,3 +174,8 @@ def _known(volume_id: str) -> dict[str, Any]:
         return json.loads(_record_of(volume_id).read_bytes())
     except FileNotFoundError:
         return {"runs": {}, "parcels": []}
+
+
+def _write(volume_id: str, known: dict[str, Any]) -> None:
+    durable.make_dirs(_record_of(volume_id).parent)
+    durable.replace(_record_of(volume_id), durable.canonical_json(known).encode())

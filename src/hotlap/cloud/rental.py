@@ -21,7 +21,8 @@ from hotlap.cloud.money import Amount, loss_bound_s, rate_of, ttl_s, worst_rate
 from hotlap.cloud.provider import ANYWHERE, Offer, Provider, Start, Traits, Where
 from hotlap.cloud.secrecy import redactor
 from hotlap.cloud.ssh import TRAITS as SSH_TRAITS
-from hotlap.cloud.ssh import SshProvider
+from hotlap.cloud.ssh import VOLUME as BOX_VOLUME
+from hotlap.cloud.ssh import BoxVolume, SshProvider
 from hotlap.cloud.volume import Volume
 from hotlap.cloud.watch import Plan
 from hotlap.config import CloudConfig, RunConfig, hotlap_home
@@ -86,6 +87,11 @@ def modal_volume(volume_id: str) -> Volume | None:
     return ModalVolume(volume_id.removeprefix(modal.VOLUME_PREFIX))
 
 
+def box_volume(volume_id: str, settings: CloudConfig) -> BoxVolume | None:
+    """The files of one's own box; None if they are not what is named."""
+    return BoxVolume(SshProvider(settings.ssh)) if volume_id == BOX_VOLUME else None
+
+
 def configured(settings: CloudConfig) -> list[Provider]:
     """Every provider that this environment can reach: a sweep looks at all of them."""
     from hotlap.cloud import modal
@@ -145,8 +151,8 @@ def require_volume(traits: Traits, volume_id: str | None) -> None:
     """
     if traits.needs_volume and volume_id is None:
         raise UsageError(
-            f"A slice on {traits.name} without a volume would lose its checkpoints with the machine. Name one: "
-            f"--volume-id."
+            f"Nothing outlives a machine of {traits.name} but what lies on a volume, and hotlap itself, which is too "
+            f"large for one request, arrives by it. Name one: --volume-id."
         )
 
 

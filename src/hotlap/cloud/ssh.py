@@ -9,8 +9,13 @@ import json
 import shlex
 import subprocess
 import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from hotlap import durable
+from hotlap.cloud import local
 from hotlap.cloud.provider import (
     ANYWHERE,
     Listing,
@@ -23,26 +28,28 @@ from hotlap.cloud.provider import (
     Traits,
     Where,
 )
+from hotlap.cloud.volume import CHUNK_BYTES, Item
 from hotlap.config_cloud import SshConfig
-from hotlap.errors import AmbiguousCreate, ConfigError, NotCreated, ProviderFailed
-
-TRAITS = Traits(
-    name="ssh",
-    has_hard_ttl=True,
-    # As on this machine: the folder is removed by whoever saw that the whole process tree is reaped.
-    proof_listings=1,
-    proof_gap_s=0.0,
-    proof_s=60.0,
-    # A listing waits for whatever is being made there, so what is missing from it does not exist.
-    visibility_s=0.0,
-    poll_s=1.0,
-    provisioning_s=60.0,
-    needs_volume=False,
-    restarts=False,
+from hotlap.errors import (
+    AmbiguousCreate,
+    ConfigError,
+    CorruptFile,
+    HotlapError,
+    MissingArtifact,
+    NotCreated,
+    ProviderFailed,
 )
+
+TRAITS = replace(local.TRAITS, name="ssh", proof_s=60.0, poll_s=1.0, provisioning_s=60.0)
+"""As on this machine, but slower: a listing waits for whatever is being made there, so what is missing from it does
+not exist, and the folder is removed by whoever saw that the whole process tree is reaped."""
+
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+VOLUME = "ssh:"
+"""Names the login's home there as a volume."""
+
 _PATIENCE_S = 60.0
-"""For one request, `ssh` to answer; ending a machine waits until it is reaped."""
+"""For one request, `ssh` to answer, and between two chunks of a file; ending a machine waits until it is reaped."""
 
 
 class _NotGreeted(ProviderFailed):
@@ -92,7 +99,7 @@ class SshProvider:
             "secret_refs": dict(start.secret_refs),
         }
         try:
-            return _machine(self._ask("create", order))
+            return _machine(self.ask("create", order))
         except _NotGreeted as error:
             raise NotCreated(f"{error} Nothing was made.") from None
         except NotCreated:
@@ -101,13 +108,13 @@ class SshProvider:
             raise AmbiguousCreate(f"The answer to the create of {tags.name} was lost: {error}") from None
 
     def machines(self) -> Listing:
-        return _listing(self._ask("machines", {}))
+        return _listing(self.ask("machines", {}))
 
     def terminate(self, machine_id: str) -> bool:
-        return bool(self._ask("terminate", {"machine_id": machine_id}))
+        return bool(self.ask("terminate", {"machine_id": machine_id}))
 
     def logs(self, machine_id: str, cursor: str = "") -> LogPage:
-        page = self._ask("logs", {"machine_id": machine_id, "cursor": cursor})
+        page = self.ask("logs", {"machine_id": machine_id, "cursor": cursor})
         return LogPage(tuple(page["lines"]), page["cursor"])
 
     def close(self) -> None:
@@ -128,27 +135,41 @@ class SshProvider:
             shlex.join([self._settings.python, "-m", "hotlap.cloud.far", what]),
         ]
 
-    def _ask(self, what: str, order: dict[str, Any]) -> Any:
+    def ask(
+        self, what: str, order: dict[str, Any], send: Iterable[bytes] = (), take: Callable[[bytes], None] | None = None
+    ) -> Any:
+        """One request's answer. `send` follows the order; whatever follows the answer is given to `take`.
+
+        Raises:
+            ProviderFailed: the box does not do as asked.
+        """
         process = subprocess.Popen(
-            self._command(what), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            self._command(what), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
-        watch = threading.Timer(self._patience_s, process.kill)
-        watch.start()
+        watch = _Watch(self._patience_s, process.kill)
         try:
             assert process.stdin and process.stdout
             greeting = process.stdout.readline()
-            if not greeting.endswith("\n"):
+            if not greeting.endswith(b"\n"):
                 raise _NotGreeted(self._trouble(process))
             self._box = _parsed(greeting, self._host, _NotGreeted)
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(order) + "\n")
+                process.stdin.write(json.dumps(order).encode() + b"\n")
                 process.stdin.flush()
+                for chunk in send:
+                    process.stdin.write(chunk)
+                    process.stdin.flush()
+                    watch.begin_again()
             line = process.stdout.readline()
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 raise ProviderFailed(self._trouble(process))
-            return _answer_in(_parsed(line, self._host, ProviderFailed))
+            answer = _answer_in(_parsed(line, self._host, ProviderFailed))
+            while take and (chunk := process.stdout.read(CHUNK_BYTES)):
+                take(chunk)
+                watch.begin_again()
+            return answer
         finally:
-            watch.cancel()
+            watch.end()
             process.kill()
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
@@ -156,10 +177,10 @@ class SshProvider:
                         stream.close()
             process.wait()
 
-    def _trouble(self, process: "subprocess.Popen[str]") -> str:
+    def _trouble(self, process: "subprocess.Popen[bytes]") -> str:
         """What went wrong, in `ssh`'s own last words."""
         assert process.stderr
-        said = process.stderr.read().strip().splitlines()
+        said = process.stderr.read().decode(errors="replace").strip().splitlines()
         words = said[-1][:200] if said else f"no answer within {self._patience_s:.0f} s"
         python = self._settings.python
         return (
@@ -169,13 +190,31 @@ class SshProvider:
         )
 
 
-def _parsed(line: str, host: str, trouble: type[ProviderFailed]) -> dict[str, Any]:
+class _Watch:
+    """Ends a request that has not moved for so long."""
+
+    def __init__(self, seconds: float, end: Callable[[], None]) -> None:
+        self._seconds, self._end = seconds, end
+        self._timer = threading.Timer(seconds, end)
+        self._timer.start()
+
+    def begin_again(self) -> None:
+        self._timer.cancel()
+        self._timer = threading.Timer(self._seconds, self._end)
+        self._timer.start()
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+
+def _parsed(line: bytes, host: str, trouble: type[ProviderFailed]) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise trouble(f"{host} says {line[:80]!r}. A login there must print nothing: correct its shell's start-up.")
+        said = line[:80].decode(errors="replace")
+        raise trouble(f"{host} says {said!r}. A login there must print nothing: correct its shell's start-up.")
     return value
 
 
@@ -184,8 +223,8 @@ def _answer_in(tree: dict[str, Any]) -> Any:
         return tree["is"]
     if tree["error"] == "ListingBroken":
         raise ListingBroken(tree["message"], _listing(tree["seen"]))
-    kind = NotCreated if tree["error"] == "NotCreated" else ProviderFailed
-    raise kind(str(tree["message"]))
+    kinds: dict[str, type[HotlapError]] = {"NotCreated": NotCreated, "MissingArtifact": MissingArtifact}
+    raise kinds.get(tree["error"], ProviderFailed)(str(tree["message"]))
 
 
 def _machine(facts: dict[str, Any]) -> Machine:
@@ -196,3 +235,43 @@ def _machine(facts: dict[str, Any]) -> Machine:
 
 def _listing(facts: dict[str, Any]) -> Listing:
     return Listing(float(facts["now_s"]), tuple(_machine(each) for each in facts["machines"]))
+
+
+class BoxVolume:
+    """See `Volume`. The home of the login there, in which the runs of a box lie."""
+
+    def __init__(self, box: SshProvider) -> None:
+        self._box = box
+
+    def ls(self, prefix: str = "") -> list[Item]:
+        return [Item(**row) for row in self._box.ask("files", {"prefix": prefix})]
+
+    def put(self, source: Path, key: str) -> bool:
+        digest = durable.sha256_file(source)
+        if self._hash_of(key) == digest:
+            return False
+        with source.open("rb") as file:
+            chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
+            self._box.ask("put", {"key": key, "num_bytes": source.stat().st_size, "sha256": digest}, send=chunks)
+        return True
+
+    def get(self, key: str, target: Path) -> bool:
+        digest = self._hash_of(key)
+        if digest is None:
+            raise MissingArtifact(f"There is no {key} on the box. hotlap volume ls shows what there is.")
+        if target.is_file() and durable.sha256_file(target) == digest:
+            return False
+        durable.make_dirs(target.parent)
+        # Named after what it will be, so that the rest of another is never put behind it.
+        part = target.with_name(f".{target.name}.{digest[:12]}.part")
+        begin = part.stat().st_size if part.exists() else 0
+        self._box.ask("get", {"key": key, "begin": begin}, take=lambda chunk: durable.disk.append(part, chunk))
+        if durable.sha256_file(part) != digest:
+            durable.disk.remove(part)
+            raise CorruptFile(f"{key} of the box did not arrive as it lies there; it is removed here. Get it again.")
+        durable.sync_file(part)
+        durable.disk.rename(part, target)
+        return True
+
+    def _hash_of(self, key: str) -> str | None:
+        return self._box.ask("hash", {"key": key})

@@ -20,7 +20,9 @@ URL_VARIABLE = "HOTLAP_S3_URL"
 PART_BYTES = 64 << 20
 """Of an upload. Whatever is larger goes in such parts, each of which is sent once."""
 
-_READ_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
+"""Of what is read at once."""
+
 _HASH = "sha256"
 
 
@@ -90,20 +92,24 @@ class FolderVolume:
         self._root = root
 
     def ls(self, prefix: str = "") -> list[Item]:
-        files = sorted(path for path in self._root.rglob("*") if path.is_file())
-        items = [Item(path.relative_to(self._root).as_posix(), path.stat().st_size) for path in files]
-        return [item for item in items if _is_below(item.key, prefix)]
+        root, top = self._root.resolve(), self.place(prefix)
+        files = [top] if top.is_file() else sorted(path for path in top.rglob("*") if path.is_file())
+        return [Item(path.relative_to(root).as_posix(), path.stat().st_size) for path in files]
 
     def put(self, source: Path, key: str) -> bool:
-        return _copy(source, self._place(key))
+        return _copy(source, self.place(key))
 
     def get(self, key: str, target: Path) -> bool:
-        source = self._place(key)
+        source = self.place(key)
         if not source.is_file():
             raise MissingArtifact(f"There is no {key} on {self._root}. hotlap volume ls shows what there is.")
         return _copy(source, target)
 
-    def _place(self, key: str) -> Path:
+    def place(self, key: str) -> Path:
+        """
+        Raises:
+            UsageError: it is none of the volume's.
+        """
         place = (self._root / key).resolve()
         if not place.is_relative_to(self._root.resolve()):
             raise UsageError(f"{key} leads out of the volume.")
@@ -214,7 +220,7 @@ class S3Volume:
         if begin < num_bytes:
             asked = {"Bucket": self._id, "Key": key, "IfMatch": there["ETag"], "Range": f"bytes={begin}-"}
             body = self._asked(lambda: self._s3.get_object(**asked)["Body"])
-            for chunk in self._asked(lambda: body.iter_chunks(_READ_BYTES)):
+            for chunk in self._asked(lambda: body.iter_chunks(CHUNK_BYTES)):
                 durable.disk.append(part, chunk)
         elif not part.exists():
             durable.write_synced(part, b"")

@@ -27,6 +27,7 @@ _ANSWERS = ("completion", "output", "response", "answer", "target", "reply", "la
 _LONGEST, _SHORTEST, _STEP = 4096, 64, 64
 _ROW_OF_SEVERAL = 512
 _MOST_HELD_OUT = 200
+_NUM_EVALUATIONS = 5
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Look:
     """None: the base model is not here."""
 
     columns: ColumnsConfig | None = None
+    first_prompt: str | None = None
+    """What the first short enough question of the data asks."""
 
     @property
     def num_examples(self) -> int:
@@ -79,7 +82,16 @@ def look_at(place: Path, model_folder: Path | None, settings: DataConfig | None 
         is_exact=renderer is not None,
         has_template=renderer.has_chat_template if renderer else None,
         columns=settings.columns if settings else None,
+        first_prompt=next(filter(None, map(_prompt_of, examples)), None),
     )
+
+
+def _prompt_of(example: Example) -> str | None:
+    """A question alone, of one line, as people ask it; none of a text or of a longer conversation."""
+    first = example.messages[0] if example.messages else None
+    is_question = first is not None and first.role == "user" and len(example.messages) == 2
+    is_short = first is not None and 0 < len(first.content) <= 200 and first.content.isprintable()
+    return first.content if first is not None and is_question and is_short else None
 
 
 def _columns_of(source: Source) -> ColumnsConfig | None:
@@ -147,6 +159,7 @@ def propose(look: Look, base_model: str, dataset: str, cloud: CloudConfig, notes
     num_rows = max(1, math.ceil(sum(length for length in look.lengths if length <= seq_len) / seq_len))
     epochs = 5.0 if num_fitting < 200 else 3.0 if num_fitting < 2000 else 1.0
     rows_a_step = max(1, min(16, num_rows // 16))
+    num_steps = max(1, math.ceil(num_rows * epochs / rows_a_step))
     minutes = cloud.limits.max_slice_minutes
     settings = [
         Setting("", "base_model", base_model),
@@ -154,9 +167,10 @@ def propose(look: Look, base_model: str, dataset: str, cloud: CloudConfig, notes
         *_data(look, seq_len, why, held_out),
         Setting("lora", "rank", 16, "Width of the adapter; more for a task that is far from what the model can do."),
         Setting("optim", "lr", 2e-4, "The setting that matters most: hotlap research searches for it."),
-        Setting("optim", "warmup_steps", max(1, min(20, math.ceil(num_rows * epochs / rows_a_step) // 20))),
+        Setting("optim", "warmup_steps", max(1, min(20, num_steps // 20))),
         Setting("train", "epochs", epochs, f"{num_fitting:,}{'' if look.is_whole else ' or more'} examples fit."),
         Setting("train", "grad_accumulation", rows_a_step, f"Rows in a step, of about {num_rows:,} in an epoch."),
+        *(_eval(look, num_steps) if held_out else ()),
         Setting("slice", "minutes", minutes, "The cap of a slice, everything included; limits.max_slice_minutes."),
     ]
     return Proposal(settings, [*_notes(look), *notes])
@@ -168,7 +182,17 @@ def _data(look: Look, seq_len: int, why: str, held_out: int) -> Iterator[Setting
     if look.bad:
         yield Setting("data", "bad_rows", "drop", "Counted and listed; remove this line to refuse them.")
     if held_out:
-        yield Setting("data", "eval_examples", held_out, "Held out: their loss says when to stop.")
+        yield Setting("data", "eval_examples", held_out, "Held out: their loss says what it learned.")
+
+
+def _eval(look: Look, num_steps: int) -> Iterator[Setting]:
+    every = max(1, num_steps // _NUM_EVALUATIONS)
+    yield Setting(
+        "eval", "every_steps", every, "The step with the lowest held-out loss is kept in best/, besides the last."
+    )
+    if look.first_prompt is not None:
+        why = "Answered before training and at every evaluation; hotlap report shows the answers side by side."
+        yield Setting("eval", "sample_prompts", [look.first_prompt], why)
 
 
 def _form(look: Look) -> Iterator[Setting]:

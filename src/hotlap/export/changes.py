@@ -113,7 +113,7 @@ def _scale(path: str, rank: int, fields: dict[str, Any]) -> float:
 
 def _lora(name: str, a_RK: Tensor, b_NR: Tensor, scale: float) -> Change:
     def rows(start: int, w_NK: Tensor) -> Tensor:
-        return w_NK + scale * (b_NR[start : start + len(w_NK)] @ a_RK)
+        return (b_NR[start : start + len(w_NK)] @ a_RK).mul_(scale).add_(w_NK)
 
     return Change(name, "lora", 2, rows, shape=(b_NR.shape[0], a_RK.shape[1]))
 

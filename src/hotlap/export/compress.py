@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", **os.environ}
 
 
 def main() -> None:

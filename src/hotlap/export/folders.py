@@ -65,7 +65,7 @@ def merged(tuned: Tuned, precision: str, say: Say) -> Exported:
     }
 
     def build(staged: Path) -> dict[str, Any]:
-        return run_task("hotlap.export.merge", {**order, "target": str(staged)}, "The merge", say)
+        return run_task("hotlap.export.merge_task", {**order, "target": str(staged)}, "The merge", say)
 
     name = "merged" if precision == "base" else f"merged-{precision}"
     return published(folder_of(tuned.run, name), identity, build, say)

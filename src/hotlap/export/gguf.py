@@ -5,7 +5,6 @@ are stored in that type, vectors in float32, a tensor at a time. The file is the
 source's tokens, and its logits but for the rounding. The result is what was found.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import AutoConfig
 
 from hotlap import durable
 from hotlap.config import ModelConfig
@@ -36,14 +36,15 @@ _ARCHITECTURES = {
     "mistral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
 }
 _TYPES = {
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
 _BLOCK = 32
-_QWEN3_HEAD_DIM = 128
-"""transformers reads no other from the file."""
+_GEMMA3_PERIOD, _GEMMA3_LOCAL_BASE = 6, 10_000.0
+"""Every sixth layer sees all positions; the others have a base of their own. llama.cpp has both from nowhere."""
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -62,11 +63,11 @@ def write(source: Path, target: Path, kind: str) -> None:
     """The model in `source` as a GGUF file, synced.
 
     Raises:
-        ConfigError: its architecture, vocabulary or positions have no place in the format as we write it.
+        ConfigError: its architecture, or something about it, has no place in the format as we write it.
         AuditFailed: a tensor has no name in the format, or a value that float16 cannot hold.
         StorageFailed: it cannot be written.
     """
-    config: dict[str, Any] = json.loads((source / "config.json").read_bytes())
+    config: dict[str, Any] = AutoConfig.from_pretrained(source, local_files_only=True).to_dict()
     architecture = _architecture(config, source)
     entries = tensors.all_entries(source)
     named = list(_named(architecture, config, entries))
@@ -91,20 +92,50 @@ def write(source: Path, target: Path, kind: str) -> None:
 
 def _architecture(config: dict[str, Any], source: Path) -> gguf.MODEL_ARCH:
     kind: str = config["model_type"]
-    rope: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaling = rope.get("rope_type", rope.get("type", "default"))
-    window = config.get("sliding_window") if config.get("use_sliding_window", kind == "mistral") else None
-    if kind not in _ARCHITECTURES or scaling != "default" or window:
-        raise ConfigError(
-            f"{source} is a {kind} model (positions: {scaling}, window: {window}), and we write GGUF for "
-            f"{', '.join(_ARCHITECTURES)} with plain positions and no window. llama.cpp's convert_hf_to_gguf.py reads "
-            f"the same folder."
-        )
-    if kind == "qwen3" and config.get("head_dim", _QWEN3_HEAD_DIM) != _QWEN3_HEAD_DIM:
-        raise ConfigError(
-            f"{source} has heads of {config['head_dim']}: such a file could not be loaded back and checked."
-        )
+    way_out = "llama.cpp's convert_hf_to_gguf.py reads the same folder."
+    if kind not in _ARCHITECTURES:
+        raise ConfigError(f"{source} is a {kind} model, and we write GGUF for {', '.join(_ARCHITECTURES)}. {way_out}")
+    traits, sayable = (_gemma3_traits if kind == "gemma3_text" else _traits)(config)
+    for name, trait in traits.items():
+        if trait != sayable[name]:
+            raise ConfigError(
+                f"{source} has {name} {trait}. A GGUF file of this architecture cannot say so, and who reads it takes "
+                f"{sayable[name] or 'none'}: it would be another model. {way_out}"
+            )
     return _ARCHITECTURES[kind]
+
+
+def _traits(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a model has for which there is no key, and what every reader takes for granted."""
+    # Of Mistral all layers slide, and none says so.
+    slides = "sliding_attention" in config.get("layer_types", ["sliding_attention"])
+    window = config.get("sliding_window") if slides else None
+    # A window that no text can outgrow is none.
+    is_felt = window is not None and window < config["max_position_embeddings"]
+    traits = {"positions of type": config["rope_parameters"]["rope_type"], "a window of": window if is_felt else None}
+    return traits, {"positions of type": "default", "a window of": None}
+
+
+def _gemma3_traits(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    num_layers, rope = config["num_hidden_layers"], config["rope_parameters"]
+    names = ("query_pre_attn_scalar", "hidden_activation", "attn_logit_softcapping", "final_logit_softcapping")
+    traits = {name: config[name] for name in names}
+    traits |= {name: config[name] or None for name in ("attention_bias", "use_bidirectional_attention")}
+    traits |= {
+        "full attention in layers": [n for n, kind in enumerate(config["layer_types"]) if kind == "full_attention"],
+        "positions of type": rope["full_attention"]["rope_type"],
+        "local positions of type": rope["sliding_attention"]["rope_type"],
+        "rope_local_base_freq": rope["sliding_attention"]["rope_theta"],
+    }
+    sayable = dict.fromkeys(traits) | {
+        "query_pre_attn_scalar": convert.gemma3_scalar(config),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "full attention in layers": list(range(_GEMMA3_PERIOD - 1, num_layers, _GEMMA3_PERIOD)),
+        "positions of type": "default",
+        "local positions of type": "default",
+        "rope_local_base_freq": _GEMMA3_LOCAL_BASE,
+    }
+    return traits, sayable
 
 
 def _named(
@@ -138,10 +169,9 @@ def _values(name: str, entry: Entry, stored: gguf.GGMLQuantizationType, config: 
     data = bytearray().join(entry.pieces())
     values: Array = torch.frombuffer(data, dtype=_TORCH[entry.dtype]).float().numpy().reshape(entry.shape)
     if config["model_type"] in ("llama", "mistral") and (".attn_q." in name or ".attn_k." in name):
-        num_heads = config["num_attention_heads"]
-        values = _interleaved(
-            values, num_heads if ".attn_q." in name else config.get("num_key_value_heads") or num_heads
-        )
+        values = _interleaved(values, config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"])
+    if config["model_type"] == "gemma3_text" and name.endswith("norm.weight"):
+        values = values + 1.0  # Gemma's norms multiply by one more than their weight
     if stored == gguf.GGMLQuantizationType.F16 and np.abs(values).max() > np.finfo(np.float16).max:
         raise AuditFailed(
             f"{entry.name} reaches {np.abs(values).max():.6g}, which float16 cannot hold. Take --type q8_0."
@@ -156,20 +186,23 @@ def _interleaved(values: Array, num_heads: int) -> Array:
 
 
 def _describe(writer: gguf.GGUFWriter, config: dict[str, Any], kind: str, source: Path) -> None:
-    rope: dict[str, Any] = config.get("rope_parameters") or {}
+    rope: dict[str, Any] = config["rope_parameters"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_name(source.parent.parent.name or source.name)
     writer.add_file_type(_TYPES[kind][1])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config.get("num_key_value_heads") or config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if config["model_type"] == "gemma3_text":
+        writer.add_sliding_window(config["sliding_window"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
 

@@ -1,11 +1,7 @@
-"""An adapter merged into its base model's files, tensor by tensor: `python -m hotlap.export.merge ORDER`.
+"""An adapter merged into its base model's files, tensor by tensor.
 
 In memory are the adapter and a block of rows, however large the model is. What the adapter does not touch is copied
-byte for byte. Then both models are asked the same, and the result is handed on only if they agree (`proof`).
-
-The order, as JSON: `base` and `adapter` (folders), `target` (a folder that does not exist), `precision` (`base`,
-`float32`, `bfloat16`, `float16`), `quantization` (a run's settings of `[model]`, or null), `chat_template` (a file or
-null), `packed` (fingerprints of a run's rows). The result is the report.
+byte for byte.
 """
 
 import json
@@ -15,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Before torch, for which it sets the environment.
-import hotlap.train  # isort: skip  # noqa: F401  # pyright: ignore[reportUnusedImport]
 import torch
 
 from hotlap import durable, hub
 from hotlap.errors import AuditFailed, ConfigError, storage_errors
-from hotlap.export import names, proof, tensors
+from hotlap.export import names, tensors
 from hotlap.export.changes import Change, changes_of
-from hotlap.export.task import Say, do_task
+from hotlap.export.task import Say
 from hotlap.export.tensors import Entry, NewTensor
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -42,19 +36,6 @@ class Merged:
     num_bytes: int
     precisions: dict[str, int]
     """Tensors by safetensors' word for their type."""
-
-
-def main() -> None:
-    do_task(work)
-
-
-def work(order: dict[str, Any], say: Say) -> dict[str, Any]:
-    base, adapter, target = (Path(order[name]) for name in ("base", "adapter", "target"))
-    template = order["chat_template"] and Path(order["chat_template"])
-    merged = merge(base, adapter, target, order["precision"], template, say)
-    say(f"Merged {sum(merged.kinds.values())} of {merged.num_tensors} tensors. Asking both models the same.")
-    evidence = proof.prove(base, adapter, target, order["quantization"], order["packed"], say)
-    return {**vars(merged), **evidence}
 
 
 def merge(base: Path, adapter: Path, target: Path, precision: str, template: Path | None, say: Say) -> Merged:
@@ -164,28 +145,30 @@ def _pieces(entry: Entry, shape: tuple[int, ...], change: Change | None, dtype: 
         base = _rows(entry, start, min(start + at_once, num_rows), row_numbers).view(-1, *inner)
         merged = base if change is None else change.rows(start, base)
         rounded = merged.to(_DTYPES[dtype])
-        if not bool(torch.isfinite(rounded).all()) and bool(torch.isfinite(merged).all()):
+        if not _is_finite(rounded) and _is_finite(merged):
             raise AuditFailed(
                 f"{entry.name} reaches {float(merged.abs().max()):.6g}, which {_DTYPES[dtype]} cannot hold. "
                 f"Export it with --precision bfloat16 or float32."
             )
-        if change is not None and not bool(torch.isfinite(rounded).all()):
+        if change is not None and not _is_finite(rounded):
             raise AuditFailed(f"{entry.name} would hold a value that is not finite: base or adapter is damaged.")
         yield rounded.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Whether all are: a sum in float64 has room for any finite ones, and no infinity leaves it again."""
+    return math.isfinite(values.sum(dtype=torch.float64))
 
 
 def _rows(entry: Entry, start: int, stop: int, row_numbers: int) -> torch.Tensor:
     """Rows of a base tensor in float32, flat; zeros for those that it does not have."""
     dtype = _DTYPES[entry.dtype]
     row_bytes = row_numbers * dtype.itemsize
-    have = min(stop, entry.num_bytes // row_bytes)
-    rows = torch.zeros((stop - start) * row_numbers)
-    if have > start:
-        data = bytearray().join(
-            tensors.read_pieces(entry.path, entry.start + start * row_bytes, (have - start) * row_bytes)
-        )
-        rows[: (have - start) * row_numbers] = torch.frombuffer(data, dtype=dtype).float()
-    return rows
+    have = max(start, min(stop, entry.num_bytes // row_bytes))
+    held = torch.empty((have - start) * row_numbers, dtype=dtype)
+    tensors.read_into(held.view(torch.uint8).numpy().data, entry.path, entry.start + start * row_bytes)
+    missing = (stop - have) * row_numbers
+    return torch.cat([held.float(), torch.zeros(missing)]) if missing else held.float()
 
 
 # --- the files beside the weights ---
@@ -230,7 +213,3 @@ def _grows(entry: Entry, change: Change) -> bool:
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     with storage_errors(path):
         durable.replace(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-if __name__ == "__main__":
-    main()

@@ -4,9 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from hotlap.errors import AuditFailed
 from hotlap.export.changes import Change
@@ -45,6 +42,10 @@ def _tied_twin(change: Change, others: dict[str, Change]) -> str | None:
 
 def _file_names(folder: Path, in_files: set[str]) -> dict[str, str]:
     """The model's name of every tensor, and the file's, where loading only renames it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)

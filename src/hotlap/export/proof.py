@@ -33,8 +33,9 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer|\.modules_to_save\.default|\.token_adapter")
 """What PEFT adds to a tensor's name."""
 
-_NUM_PROMPTS = 2
-_MOST_TOKENS = 48
+_NUM_TOKENS = 32
+"""At the end of a prompt. Each meets every tensor but the embedding's other rows: more of them would find no more."""
+_MOST_ADDED = 48
 _MEMORY_FACTOR = 1.5
 
 # T tokens of a prompt, V vocabulary
@@ -114,9 +115,9 @@ def _against_trained(
 
 
 def _rows(model_folder: Path, adapter: Path) -> list[list[int]]:
-    rows = [tokens[:_MOST_TOKENS] for tokens in encoded(model_folder)[:_NUM_PROMPTS]]
+    prompt = encoded(model_folder)[0]
     added = sorted({row for trained in trained_rows_of(adapter).values() for row in trained})
-    return [*rows, *([added[:_MOST_TOKENS]] if added else [])]
+    return [prompt[-_NUM_TOKENS:], *([added[:_MOST_ADDED]] if added else [])]
 
 
 # --- what they answer ---

@@ -3,7 +3,6 @@
 While it runs, this machine is marked as one that serves, and trains nothing.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -206,18 +205,20 @@ def find_engine(engine: str, vllm: Path | None) -> tuple[str, list[str]]:
 
 
 def run(argv: Sequence[str], plan: Plan, ready_s: float, on_ready: Callable[[], None], say: Say) -> None:
-    """Serve until somebody asks to stop. `on_ready` is called once the server answers.
+    """Serve until somebody asks to stop. `on_ready` is called once the server answers. The server, and all that it
+    starts, ends with this process, however that ends (`keeper`; on macOS, unless this is killed outright).
 
     Raises:
         ChildCrashed: it ended by itself, or did not answer within `ready_s`.
     """
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    keeper = [sys.executable, "-m", "hotlap.export.keeper", str(os.getpid()), str(GRACE_S)]
     forever = clock.Deadline(clock.monotonic_s() + _YEAR_S)
     with guard.serving(f"{plan.name} on port {plan.port}"), child.passing_on_stops() as stops:
-        watch = _Watch(plan.url, stops, clock.Deadline(clock.monotonic_s() + ready_s), on_ready)
+        watch = _Watch(plan.url, clock.Deadline(clock.monotonic_s() + ready_s), on_ready)
         thread = threading.Thread(target=watch.run, daemon=True)
         thread.start()
-        end = child.run_child(argv, forever, lambda event: None, say, env, stops)
+        end = child.run_child([*keeper, *argv], forever, lambda event: None, say, env, stops)
         watch.is_over.set()
         thread.join(timeout=5)
     if watch.gave_up:
@@ -232,31 +233,21 @@ def run(argv: Sequence[str], plan: Plan, ready_s: float, on_ready: Callable[[], 
 
 
 class _Watch:
-    """Asks a starting server until it answers, and ends one that does not end when it is asked to."""
+    """Asks a starting server until it answers, and gives it up at the deadline."""
 
-    def __init__(self, url: str, stops: child.Stops, deadline: clock.Deadline, on_ready: Callable[[], None]) -> None:
-        self._url, self._stops, self._deadline, self._on_ready = url, stops, deadline, on_ready
+    def __init__(self, url: str, deadline: clock.Deadline, on_ready: Callable[[], None]) -> None:
+        self._url, self._deadline, self._on_ready = url, deadline, on_ready
         self.is_over = threading.Event()
         self.gave_up = False
 
     def run(self) -> None:
-        is_ready, killed_at = False, None
         while not self.is_over.wait(_POLL_S):
-            if not is_ready and is_healthy(self._url):
-                is_ready = True
-                self._on_ready()
-            if not is_ready and not self.gave_up and self._deadline.is_over():
+            if is_healthy(self._url):
+                return self._on_ready()
+            if self._deadline.is_over():
                 self.gave_up = True
-                os.kill(os.getpid(), signal.SIGTERM)  # which is passed on to the server
-            if self._stops.was_asked and killed_at is None:
-                killed_at = clock.Deadline(clock.monotonic_s() + GRACE_S)
-            if killed_at is not None and killed_at.is_over():
-                self._kill()
-
-    def _kill(self) -> None:
-        for process in list(self._stops.processes):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                return os.kill(os.getpid(), signal.SIGTERM)  # which is passed on to the server
+        return None
 
 
 def is_healthy(url: str) -> bool:

@@ -45,10 +45,10 @@ def run_program(
 
 def do_task(work: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:
     """The child's side: do the order in the first argument, and end the process with the result's exit code."""
-    from hotlap.train.channel import die_with_parent, events, say
+    from hotlap.train.channel import events, say
 
     emit = events()
-    die_with_parent()
+    child.die_with_parent()
     try:
         result = {**work(json.loads(sys.argv[1]), say), "exit_code": DONE}
     except HotlapError as error:

@@ -55,6 +55,17 @@ def read_pieces(path: Path, start: int, num_bytes: int) -> Iterator[bytes]:
             yield piece
 
 
+def read_into(buffer: memoryview, path: Path, start: int) -> None:
+    """As many of a file's bytes as the buffer has."""
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while buffer:
+            num_bytes = file.readinto(buffer)
+            if not num_bytes:
+                raise CorruptFile(f"{path} ends {len(buffer):,} bytes too early. Copy it again.")
+            buffer = buffer[num_bytes:]
+
+
 def entries_of(path: Path) -> tuple[list[Entry], dict[str, str]]:
     """The tensors of a safetensors file in the order of their bytes, and its metadata.
 

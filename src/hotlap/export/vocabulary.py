@@ -1,6 +1,7 @@
-"""A byte-level tokenizer as a GGUF file holds it, and whether it splits text as before."""
+"""A byte-level tokenizer, or Gemma's, as a GGUF file holds it, and whether it splits text as before."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +14,69 @@ _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _RULES = {_QWEN2: "qwen2", _QWEN2.replace(r"\p{N}|", r"\p{N}{1,3}|", 1): "llama-bpe"}
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6
+_SPACE = "▁"
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+_GEMMA = {
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+    "pre_tokenizer": {
+        "type": "Split",
+        "pattern": {"String": " "},
+        "behavior": "MergedWithPrevious",
+        "invert": False,
+    },
+}
+"""Before its merges. Each space is a character, and none is put in front."""
 
 
 def write(writer: gguf.GGUFWriter, folder: Path, num_rows: int) -> None:
     """Tokens, merges, special tokens and template of a model folder; `num_rows` are the model's embedding rows.
 
     Raises:
-        ConfigError: it is no byte-level vocabulary, or splits text by a rule that the format has no name for.
+        ConfigError: it is another kind of vocabulary, or splits text by a rule that the format has no name for.
     """
     tokenizer: dict[str, Any] = json.loads((folder / "tokenizer.json").read_bytes())
     model = tokenizer["model"]
-    if model["type"] != "BPE" or model.get("byte_fallback"):
+    is_gemma = bool(model.get("byte_fallback")) and {name: tokenizer.get(name) for name in _GEMMA} == _GEMMA
+    if model["type"] != "BPE" or (model.get("byte_fallback") and not is_gemma):
         raise ConfigError(
-            f"The tokenizer in {folder} is no byte-level BPE ({model['type']}), which is all that we write into GGUF. "
-            f"llama.cpp's convert_hf_to_gguf.py reads the same folder."
+            f"The tokenizer in {folder} is neither a byte-level BPE nor Gemma's ({model['type']}), which is all that "
+            f"we write into GGUF. llama.cpp's convert_hf_to_gguf.py reads the same folder."
         )
     texts = [f"[PAD{number}]" for number in range(num_rows)]
     types = [_UNUSED] * num_rows
     for text, number in model["vocab"].items():
-        texts[number], types[number] = text, _NORMAL
+        texts[number] = text
+        types[number] = _BYTE if is_gemma and _BYTE_PIECE.fullmatch(text) else _NORMAL
     for added in tokenizer.get("added_tokens", []):
-        texts[added["id"]] = added["content"]
+        # What is found in the text before spaces are replaced is written as it stands there.
+        is_raw = is_gemma and not added["special"]
+        texts[added["id"]] = added["content"].replace(_SPACE, " ") if is_raw else added["content"]
         types[added["id"]] = _CONTROL if added["special"] else _USER_DEFINED
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(splitting_rule(tokenizer.get("pre_tokenizer") or {}, folder))
+    merges = [each.split(" ") if isinstance(each, str) else each for each in model["merges"]]
+    if is_gemma:
+        _write_scores(writer, folder, num_rows, [model["vocab"]["".join(pair)] for pair in merges])
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(splitting_rule(tokenizer.get("pre_tokenizer") or {}, folder))
+        writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_token_list(texts)
     writer.add_token_types(types)
-    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in model["merges"]])
     _write_specials(writer, folder)
+
+
+def _write_scores(writer: gguf.GGUFWriter, folder: Path, num_rows: int, merged: list[int]) -> None:
+    """In place of merges: of what could be merged, that with the highest score is. `merged` are the tokens that merges
+    make, in the order of the merges."""
+    if merged != sorted(merged):
+        raise ConfigError(
+            f"The tokenizer in {folder} merges in another order than that of its tokens, which is how a GGUF file of "
+            f"its kind is read. llama.cpp's convert_hf_to_gguf.py reads the same folder."
+        )
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_scores([-float(number) for number in range(num_rows)])
+    writer.add_add_space_prefix(False)
 
 
 def _write_specials(writer: gguf.GGUFWriter, folder: Path) -> None:
@@ -50,6 +85,7 @@ def _write_specials(writer: gguf.GGUFWriter, folder: Path) -> None:
         (loaded.bos_token_id, writer.add_bos_token_id),
         (loaded.eos_token_id, writer.add_eos_token_id),
         (loaded.pad_token_id, writer.add_pad_token_id),
+        (loaded.unk_token_id, writer.add_unk_token_id),
     ):
         if number is not None:
             add(number)

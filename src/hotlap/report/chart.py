@@ -19,7 +19,11 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 _SVG_DASHES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D")
 _STYLE = {"svg.hashsalt": "hotlap", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
-_MOST_POINTS = 2000
+_WIDTH, _WIDTH_OF_SEVERAL = 7.0, 4.0
+"""Of a picture, in inches."""
+_MOST_POINTS = 1200
+"""Drawn in one chart: every point is an element of the page, and costs time whenever it is seen."""
+
 _MOST_ROWS = 400
 
 
@@ -61,6 +65,15 @@ class Chart:
     def is_empty(self) -> bool:
         return all(y is None for line in self.lines for y in line.y)
 
+    @property
+    def is_thinned(self) -> bool:
+        """Whether there are more points than are drawn."""
+        return any(len(line.x) > self._most_points for line in self.lines)
+
+    @property
+    def _most_points(self) -> int:
+        return _MOST_POINTS // max(1, len(self.lines))
+
     def _names(self) -> list[str]:
         return list(dict.fromkeys([*self.places, *(str(x) for line in self.lines for x in line.x)]))
 
@@ -101,7 +114,7 @@ class Chart:
 
     def figure(self) -> dict[str, Any]:
         """For Plotly.newPlot: `data` and `layout`."""
-        traces = [_trace(line, number) for number, line in enumerate(self.lines)]
+        traces = [_trace(line, number, self._most_points) for number, line in enumerate(self.lines)]
         named = {"type": "category", "categoryorder": "array", "categoryarray": self._names()} if self.has_names else {}
         named |= {"type": "log"} if self.is_log else {}
         is_stacked = any(line.form == "stacked" for line in self.lines)
@@ -122,35 +135,44 @@ class Chart:
 
     def svg(self) -> bytes:
         """The same bytes for the same numbers."""
-        with matplotlib.rc_context(_STYLE):
-            figure = Figure(figsize=(7, 3.6), layout="constrained")
-            axes = figure.subplots()
-            axes.set(title=_plain(self.title), xlabel=_plain(self.x), ylabel=_plain(self.y))
-            names = self._names() if self.has_names else []
-            bottom: dict[Any, float] = {}
-            for number, line in enumerate(self.lines):
-                _draw(axes, line, number, names, bottom)
-            if names:
-                shown = range(0, len(names), -(-len(names) // 12))
-                axes.set_xticks(list(shown), [_plain(names[place]) for place in shown], rotation=20, ha="right")
-            if self.is_log:
-                axes.set_xscale("log")
-            for name, y in self.limits:
-                axes.axhline(y, color=COLORS[4], linestyle=":", linewidth=1)
-                axes.annotate(_plain(name), (0.01, y), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=7, frameon=False)
-            out = io.BytesIO()
-            figure.savefig(out, format="svg", metadata={"Date": None})
-            return out.getvalue()
+        return svg_of([self])
+
+    def draw_on(self, axes: Any) -> None:
+        axes.set(title=_plain(self.title), xlabel=_plain(self.x), ylabel=_plain(self.y))
+        names = self._names() if self.has_names else []
+        bottom: dict[Any, float] = {}
+        for number, line in enumerate(self.lines):
+            _draw(axes, line, number, names, bottom, self._most_points)
+        if names:
+            shown = range(0, len(names), -(-len(names) // 12))
+            axes.set_xticks(list(shown), [_plain(names[place]) for place in shown], rotation=20, ha="right")
+        if self.is_log:
+            axes.set_xscale("log")
+        for name, y in self.limits:
+            axes.axhline(y, color=COLORS[4], linestyle=":", linewidth=1)
+            axes.annotate(_plain(name), (0.01, y), xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7, frameon=False)
+
+
+def svg_of(charts: Sequence[Chart]) -> bytes:
+    """Charts side by side in one picture: the same bytes for the same numbers."""
+    with matplotlib.rc_context(_STYLE):
+        width = _WIDTH if len(charts) == 1 else _WIDTH_OF_SEVERAL * len(charts)
+        figure = Figure(figsize=(width, 3.6), layout="constrained")
+        for chart, axes in zip(charts, figure.subplots(1, len(charts), squeeze=False)[0], strict=True):
+            chart.draw_on(axes)
+        out = io.BytesIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+        return out.getvalue()
 
 
 def _limit_line() -> dict[str, Any]:
     return {"color": COLORS[4], "width": 1, "dash": "dot"}
 
 
-def _draw(axes: Any, line: Line, number: int, names: list[str], bottom: dict[Any, float]) -> None:
-    x, y = thinned(line.x, line.y)
+def _draw(axes: Any, line: Line, number: int, names: list[str], bottom: dict[Any, float], most_points: int) -> None:
+    x, y = thinned(line.x, line.y, most_points)
     places = [names.index(str(each)) if names else each for each in x]
     values = [float("nan") if each is None else each for each in y]
     style = {"color": COLORS[number % len(COLORS)], "label": _plain(line.name)}
@@ -167,8 +189,8 @@ def _draw(axes: Any, line: Line, number: int, names: list[str], bottom: dict[Any
             bottom[place] = bottom.get(place, 0.0) + float(value or 0.0)  # pyright: ignore[reportArgumentType]
 
 
-def _trace(line: Line, number: int) -> dict[str, Any]:
-    x, y = thinned(line.x, line.y)
+def _trace(line: Line, number: int, most_points: int) -> dict[str, Any]:
+    x, y = thinned(line.x, line.y, most_points)
     color = COLORS[number % len(COLORS)]
     trace: dict[str, Any] = {"name": _text(line.name), "x": x, "y": y, "hoverlabel": {"namelength": -1}}
     if line.form in ("bars", "stacked"):
@@ -181,11 +203,11 @@ def _trace(line: Line, number: int) -> dict[str, Any]:
     return {**trace, "type": "scatter", "mode": mode, "line": stroke}
 
 
-def thinned(x: Sequence[Value], y: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-    """At most some thousand points, of every stretch its lowest and its highest, so that no spike is lost."""
-    if len(x) <= _MOST_POINTS:
+def thinned(x: Sequence[Value], y: Sequence[Value], most: int = _MOST_POINTS) -> tuple[list[Value], list[Value]]:
+    """At most `most` points, of every stretch its lowest and its highest, so that no spike is lost."""
+    if len(x) <= most:
         return list(x), list(y)
-    width = -(-2 * len(x) // _MOST_POINTS)
+    width = -(-2 * len(x) // most)
     kept: list[int] = []
     for start in range(0, len(x), width):
         stretch = [place for place in range(start, min(start + width, len(x))) if isinstance(y[place], int | float)]

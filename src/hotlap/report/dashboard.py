@@ -2,8 +2,8 @@
 machine with proof.
 
 On loopback the page is open to whoever is on this machine, and to nobody's web page: a request must name a loopback
-host (no other name can be made to mean it), and a stop must carry a secret that only this page was given. On any other
-address every request needs a token besides.
+host (no other name can be made to mean it) and come from no other page, and a stop must carry a secret that only this
+page was given. On any other address every request needs a token besides.
 """
 
 import asyncio
@@ -38,6 +38,8 @@ _HEADERS = {
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 
@@ -91,9 +93,11 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _refusal(self, request: Request) -> Response | None:
+        if not _is_asked_here(request):
+            return _no(403, "This dashboard answers no other page.")
         if self._token is None:
-            host = urlsplit(f"//{request.headers.get('host', '')}").hostname
-            return None if host in LOOPBACK else _no(403, "This dashboard answers to 127.0.0.1 and localhost only.")
+            is_loopback = _host_of(request) in LOOPBACK
+            return None if is_loopback else _no(403, "This dashboard answers to 127.0.0.1 and localhost only.")
         if hmac.compare_digest(request.cookies.get(_COOKIE, "").encode(), self._token.encode()):
             return None
         if hmac.compare_digest(request.query_params.get("token", "").encode(), self._token.encode()):
@@ -102,6 +106,23 @@ class Gate:
             welcome.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
             return welcome
         return _no(401, "Open the address that hotlap dashboard printed; it ends in a token.")
+
+
+def _host_of(request: Request) -> str | None:
+    """The name that the browser was told to go to, without its port; None for what is no name."""
+    try:
+        return urlsplit(f"//{request.headers.get('host', '')}").hostname
+    except ValueError:
+        return None
+
+
+def _is_asked_here(request: Request) -> bool:
+    """Whether our own page asks, or a person who typed the address or followed a link to it, or no browser at all."""
+    headers = request.headers
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
+    is_visit = request.method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+    is_own = origin is None or origin.partition("://")[2] == headers.get("host")
+    return is_own and (site in ("none", "same-origin") or is_visit)
 
 
 def _no(code: int, text: str) -> Response:
@@ -133,16 +154,14 @@ def make_app(sections: Sections, stops: Stops, token: str | None = None) -> Star
 
     async def stop(request: Request) -> Response:
         given = request.headers.get("x-hotlap-secret", "")
-        origin = request.headers.get("origin")
-        is_ours = origin is None or urlsplit(origin).netloc == request.headers.get("host")
-        if not is_ours or not hmac.compare_digest(given.encode(), secret.encode()):
+        if not hmac.compare_digest(given.encode(), secret.encode()):
             return _no(403, "Only this page's own button ends machines.")
         try:
             run = (await request.json())["run"]
         except (ValueError, KeyError, TypeError):
             return _no(400, 'The body is {"run": NAME}.')
         may_stop = {row["run"] for row in (await run_in_threadpool(everything))["machines"] if row["may_stop"]}
-        if run not in may_stop:
+        if not isinstance(run, str) or run not in may_stop:
             return _no(404, "Nothing is rented for a run of this name.")
         return JSONResponse({"begun": stops.begin(run)}, 202, headers=_HEADERS)
 

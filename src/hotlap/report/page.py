@@ -15,6 +15,9 @@ from plotly.offline import get_plotlyjs
 
 from hotlap.report.chart import Chart, Value
 
+_MOST_ROWS = 200
+"""Of a table, before the reader asks for the rest: a browser lays out a table as a whole."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -62,6 +65,7 @@ def render(page: Page) -> str:
             images={chart.ident: base64.b64encode(chart.svg()).decode() for chart in charts},
             files={chart.ident: base64.b64encode(chart.csv().encode()).decode() for chart in charts},
             plotly=get_plotlyjs() if charts else "",
+            most_rows=_MOST_ROWS,
         )
     )
 

@@ -129,12 +129,13 @@ def _samples(rows: Rows) -> Section:
     """Each prompt with its first, its last, and some answers between."""
     by_prompt: dict[str, list[tuple[str, str]]] = {}
     for row in rows:
-        by_prompt.setdefault(row["prompt"], []).append((f"After step {row['step']}", row["text"]))
+        where = f"After step {row['step']}" if row["step"] else "Before training"
+        by_prompt.setdefault(row["prompt"], []).append((where, row["text"]))
     samples = [Sample(prompt, _spread(answers)) for prompt, answers in list(by_prompt.items())[:_MOST_PROMPTS]]
     text = (
         "The most likely words, in training order."
         if samples
-        else "None were asked for. eval.sample_prompts has prompts answered at every evaluation."
+        else "None were asked for. eval.sample_prompts has prompts answered before training and at every evaluation."
     )
     return Section("samples", "Answers", text=text, samples=samples)
 

@@ -1,34 +1,27 @@
-"""A chart of what `hotlap bench` found: output speed, and the spread of the two waiting times."""
+"""What `hotlap bench` found, as charts: output speed, and the spread of the two waiting times."""
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
-import matplotlib
-from matplotlib.figure import Figure
-
-_STYLE = {"svg.hashsalt": "hotlap", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
-_RANKS = ("p50", "p95", "p99")
+from hotlap.report.chart import Chart, Line
 
 
-def draw(report: Mapping[str, Any]) -> bytes:
-    """SVG, byte for byte the same for the same numbers."""
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(9, 3.5), layout="constrained")
-        speed, first, each = figure.subplots(1, 3)
-        speed.set(title="Output", ylabel="tokens/s")
-        first.set(title="Time to first token", ylabel="s")
-        each.set(title="Time per token", ylabel="s")
-        for name, found in report.items():
-            for number, server in enumerate(found["servers"], start=1):
-                label = f"{name}, server {number}" if len(found["servers"]) > 1 else name
-                speed.plot(server["tokens_per_s_rounds"], marker="o", label=label)
-                for axes, key in ((first, "ttft_s"), (each, "tpot_s")):
-                    ranks = [rank for rank in _RANKS if rank in server[key]]
-                    axes.plot(ranks, [server[key][rank] for rank in ranks], marker="o")
-        speed.set_xlabel("round")
-        speed.set_ylim(bottom=0)
-        speed.legend(fontsize=7, frameon=False)
-        out = io.BytesIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()
+def charts(report: Mapping[str, Any]) -> list[Chart]:
+    """Of a benchmark's report, as `--json` prints it."""
+    servers = {
+        f"{name}, server {number}" if len(found["servers"]) > 1 else name: server
+        for name, found in report.items()
+        for number, server in enumerate(found["servers"], start=1)
+    }
+    speeds = {name: server["tokens_per_s_rounds"] for name, server in servers.items()}
+    lines = [Line(name, range(1, len(speed) + 1), speed) for name, speed in speeds.items()]
+    return [
+        Chart("output", "Output", "round", "tokens/s", lines, "Output tokens a second, round by round."),
+        _waits("ttft_s", "Time to first token", servers),
+        _waits("tpot_s", "Time per further token", servers),
+    ]
+
+
+def _waits(key: str, title: str, servers: Mapping[str, Any]) -> Chart:
+    lines = [Line(name, list(server[key]), list(server[key].values())) for name, server in servers.items()]
+    return Chart(key, title, "percentile", "s", lines, f"{title} in seconds, at three percentiles.")

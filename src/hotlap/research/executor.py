@@ -219,7 +219,7 @@ def run_trial(trial: Trial, stops: child.Stops, on_progress: OnProgress) -> Endi
 
     argv = [sys.executable, "-m", "hotlap.research.tether", str(os.getpid()), *command_of(trial.program), str(order)]
     threads = str(trial.order["threads"])
-    env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": threads}
+    env = {**child.with_waiting_threads(os.environ), "OMP_NUM_THREADS": threads}
     kills_before, throttled_before = num_oom_kills(), throttled_us()
     end = child.run_child(
         argv, clock.Deadline(clock.monotonic_s() + trial.deadline_s), on_talk=hear, env=env, stops=stops

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# OpenMP reads it when torch is loaded; its waiting threads spin otherwise, and slow down whatever runs beside them.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# OpenMP reads it when torch is loaded; its idle threads spin without end otherwise, and slow down all beside them.
+os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", **os.environ}
 
 import numpy as np
 import torch

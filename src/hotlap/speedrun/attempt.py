@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import clock, durable
-from hotlap.child import Stops
+from hotlap.child import Stops, with_waiting_threads
 from hotlap.errors import ChildCrashed, RunChanged
 from hotlap.speedrun import audit, environments, inputs, recipe, sandbox, submission
 from hotlap.speedrun.environments import Environment
@@ -22,8 +22,6 @@ from hotlap.speedrun.track import EVALUATOR, Track
 
 EVALUATION_S = 1800.0
 _MAX_PREDICTIONS_BYTES = 1 << 26
-_PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""As slices have it. A `train.py` is left to choose."""
 Say = Callable[[str], None]
 
 
@@ -158,7 +156,7 @@ def _recipe_program(verification: Verification, places: list[tuple[Path, str]]) 
             **verification.variables(environment),
             "PYTHONPATH": str(package.parent),
             "HOTLAP_HOME": "/tmp/hotlap",
-            **_PATIENT,
+            **with_waiting_threads({}),
         },
         inputs=tuple(places),
         collect=audit.max_bytes(verification.track.spec.limits),
@@ -195,7 +193,7 @@ def _score(verification: Verification, folder: Path) -> dict[str, Any]:
     program = sandbox.Program(
         argv=(str(environment.python), "-P", "/evaluate.py", "/order.json"),
         cwd="/",
-        env={**verification.variables(environment), **_PATIENT},
+        env={**verification.variables(environment), **with_waiting_threads({})},
         inputs=(
             (EVALUATOR, "/evaluate.py"),
             (verification.model, "/model"),

@@ -4,7 +4,7 @@ What two rows of a leaderboard differ by is also the machine, the day and the lo
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ def duel(
         "machine": done.machine,
         "runs": done.runs,
     }
-    lines = [f"# {first.name} against {second.name} on track {track.name}", "", f"{in_words(first, second, found)}.", ""]
-    lines += [*pairs_table(done.runs), "", f"{told['date']}, {done.machine['processor']}.", ""]
+    lines = [f"# {first.name} against {second.name} on track {track.name}", "", f"{in_words(first, second, found)}."]
+    lines += ["", *pairs_table(done.runs), "", f"{told['date']}, {done.machine['processor']}.", ""]
     durable.replace(folder / "duel.md", "\n".join(lines).encode())
     durable.replace(folder / "duel.json", (json.dumps(told, indent=1, sort_keys=True) + "\n").encode())
     return told
@@ -57,12 +57,10 @@ def in_words(first: Submission, second: Submission, found: Paired) -> str:
     return f"{head} over {found.num_pairs} pairs: {tail}"
 
 
-def pairs_table(runs: dict[str, Sequence[Result]]) -> list[str]:
+def pairs_table(runs: Mapping[str, Sequence[Result]]) -> list[str]:
     """A line a round, in Markdown: time and score of each, or why there is none."""
     lines = ["| round | seed | " + " | ".join(runs) + " |", "| --- " * (len(runs) + 2) + "|"]
     for number, row in enumerate(zip(*runs.values(), strict=True), start=1):
-        cells = [
-            "no score" if run["score"] is None else f"{run['wall_s']:.1f} s, {run['score']:.4f}" for run in row
-        ]
+        cells = ["no score" if run["score"] is None else f"{run['wall_s']:.1f} s, {run['score']:.4f}" for run in row]
         lines.append(f"| {number} | {row[0]['seed']} | {' | '.join(cells)} |")
     return lines

@@ -65,9 +65,7 @@ def run_rounds(
             seed=lambda: drawn(folder / "seeds.jsonl", "seed", shared["number"], sources.seed),
             entropy=lambda: drawn(folder / "entropies.jsonl", "entropy", shared["number"], sources.entropy),
         )
-        places = {
-            name: prepared(entry, track, folder / name, of_round, say, stops) for name, entry in entries.items()
-        }
+        places = {name: prepared(entry, track, folder / name, of_round, say, stops) for name, entry in entries.items()}
         is_warm = False
         for number in range(1, num_rounds + 1):
             shared["number"] = number

@@ -1,7 +1,7 @@
 """A transfer: the recipe of one track run on another as it is, and what that says of it.
 
 A recipe that only wins where it was tuned has learned its track. `transfers`: the other track's own rule lets it pass.
-`partly`: runs reached the target there, and not all of them, or not with confidence. `no`: none did, or it broke a rule.
+`partly`: runs reached the target there, but not all, or not with confidence. `no`: none did, or it broke a rule.
 """
 
 import json

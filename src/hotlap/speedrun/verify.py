@@ -19,7 +19,7 @@ import hotlap
 from hotlap import clock, durable
 from hotlap.child import Stops, passing_on_stops
 from hotlap.config import hotlap_home, load_cloud
-from hotlap.errors import ChildCrashed, CorruptFile, PinMismatch, Refused, RunLocked
+from hotlap.errors import ChildCrashed, CorruptFile, PinMismatch, Refused, RunChanged, RunLocked
 from hotlap.speedrun import claims, environments, inputs, records, sandbox, submission
 from hotlap.speedrun.attempt import EVALUATION_S, Say, Sources, Verification, run_once
 from hotlap.speedrun.replay import replay
@@ -148,9 +148,7 @@ def measure(entry: Submission, track: Track, num_runs: int, folder: Path, source
     return report
 
 
-def prepared(
-    entry: Submission, track: Track, folder: Path, sources: Sources, say: Say, stops: Stops
-) -> Verification:
+def prepared(entry: Submission, track: Track, folder: Path, sources: Sources, say: Say, stops: Stops) -> Verification:
     """A submission's place in `folder`, with its code kept there, the base model at hand and both environments built.
 
     Raises:
@@ -171,7 +169,15 @@ def prepared(
 
 
 def _keep_code(entry: Submission, folder: Path) -> None:
-    """A copy of what is run, so that it can be run again when its author has gone on."""
+    """A copy of what is run, so that it can be run again when its author has gone on.
+
+    Raises:
+        RunChanged: beside it are runs of other code.
+    """
+    if folder.is_dir() and submission.code_sha256(folder) != entry.code_sha256:
+        if any(folder.parent.glob("run-*")):
+            raise RunChanged(f"{folder.parent} holds runs of other code. Name another folder, or remove it.")
+        durable.remove_tree(folder)
     for path in sorted(path for path in entry.folder.rglob("*") if path.is_file()):
         target = folder / path.relative_to(entry.folder)
         durable.make_dirs(target.parent)

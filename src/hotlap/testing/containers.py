@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hotlap import durable
-from hotlap.cloud import boot
+from hotlap.cloud import boot, guardian
 
 
 @dataclass(frozen=True)
@@ -280,19 +280,11 @@ class RealContainer:
         if self._process is None:
             return
         self.signal(signal.SIGKILL)
-        for pid in _pids_with(f"RUNPOD_POD_ID={self._mark}"):
+        for pid in guardian.pids_with(f"RUNPOD_POD_ID={self._mark}"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self._reader.join(timeout=1.0)
-
-
-def _pids_with(setting: str) -> Iterator[int]:
-    """Processes whose environment holds this, wherever in the tree of processes they went."""
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if setting.encode() in path.read_bytes().split(b"\0"):
-                yield int(path.parent.name)
 
 
 def argv_of(body: Mapping[str, Any]) -> tuple[str, ...]:

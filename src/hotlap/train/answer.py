@@ -10,6 +10,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from hotlap.config import RunConfig
 from hotlap.data.readers import Message
 from hotlap.data.render import Renderer
+from hotlap.errors import ConfigError
 from hotlap.train.model import AdaptedModel
 
 # T tokens of a prompt, N tokens of its answer
@@ -79,3 +80,17 @@ class Sampler:
 
     def _answer(self, tokens: list[int], check_time: Callable[[], None]) -> list[int]:
         return answer(self._model.peft_model, self._renderer, tokens, self._num_new, check_time)
+
+
+def sampler_for(model: AdaptedModel, config: RunConfig, model_folder: Path, has_evaluations: bool) -> Sampler | None:
+    """None: no samples are wanted.
+
+    Raises:
+        BadData: a prompt cannot be rendered.
+        ConfigError: what happens at evaluations is asked for, and there are none.
+    """
+    if not has_evaluations and (config.eval.sample_prompts or config.eval.patience):
+        raise ConfigError(
+            "eval.patience and eval.sample_prompts need evaluations. Hold examples out with data.eval_examples."
+        )
+    return Sampler(model, config, model_folder) if config.eval.sample_prompts else None

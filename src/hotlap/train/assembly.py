@@ -12,6 +12,7 @@ from hotlap.errors import AuditFailed, ConfigError
 from hotlap.train import attention, model, optim
 from hotlap.train.context import Context
 from hotlap.train.kernels import use_kernels
+from hotlap.train.lean import whole_torch
 from hotlap.train.opening import OpenedRun
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -52,13 +53,15 @@ def _choose_attention(adapted: model.AdaptedModel, precision: str, context: Cont
     wanted = context.config.slice.attention_kernel
     kernel, why = attention.kernel_here(wanted, precision, adapted.device)
     if kernel != "mask":
+        whole_torch()  # flex attention is compiled
         try:
             adapted.use_kernel(kernel)
         except ConfigError as error:
             if wanted != "auto":
                 raise
             why = f"{error} A mask blocks attention between packed examples now."
-    context.say(why)
+    if why is not None:
+        context.say(why)
 
 
 def num_tokens_needed(opened: OpenedRun) -> int:

@@ -21,8 +21,8 @@ IMPLEMENTATIONS = {"flash": "flash_attention_2", "flex": "flex_attention"}
 """What transformers calls them."""
 
 
-def choose_kernel(wanted: str, device: str, precision: str, is_flash_here: bool) -> tuple[str, str]:
-    """The kernel, and a sentence that says why.
+def choose_kernel(wanted: str, device: str, precision: str, is_flash_here: bool) -> tuple[str, str | None]:
+    """The kernel, and a sentence that says why; None where nobody asked and there is nothing to choose from.
 
     Raises:
         ConfigError: the one that is wanted cannot work here.
@@ -33,6 +33,8 @@ def choose_kernel(wanted: str, device: str, precision: str, is_flash_here: bool)
         else "no flash-attn package" if not is_flash_here
         else None
     )  # fmt: skip
+    if wanted == "auto" and device != "cuda":
+        return "mask", None
     if wanted == "auto":
         kernel = "mask" if missing else "flash"
         why = f"FlashAttention has {missing} here" if missing else "the flash-attn package is here"
@@ -51,7 +53,7 @@ def choose_kernel(wanted: str, device: str, precision: str, is_flash_here: bool)
 _WORDS = {"mask": "an explicit mask", "flash": "FlashAttention", "flex": "flex attention"}
 
 
-def kernel_here(wanted: str, precision: str, device: torch.device) -> tuple[str, str]:
+def kernel_here(wanted: str, precision: str, device: torch.device) -> tuple[str, str | None]:
     """`choose_kernel` for this machine."""
     return choose_kernel(wanted, device.type, precision, is_flash_attn_2_available())
 

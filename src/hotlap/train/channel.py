@@ -1,14 +1,10 @@
-"""What ties a child process to the parent that watches it: events for it, talk for people, and a common end."""
+"""What a child process says: events for the parent that watches it, talk for people."""
 
-import ctypes
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
-
-_PR_SET_PDEATHSIG = 1
 
 
 def events() -> Callable[[dict[str, Any]], None]:
@@ -31,13 +27,3 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:
         return
-
-
-def die_with_parent() -> None:
-    """Ask Linux for a SIGTERM when the watching parent dies, so that no child runs on unwatched."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        signal.raise_signal(signal.SIGTERM)

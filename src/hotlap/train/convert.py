@@ -66,7 +66,7 @@ def read(source: Path) -> tuple[Any, Any, str]:
     _tell(f"reading {source.name}")
     # Millions of small objects are made here and none is garbage; looking for it takes a third of the time.
     gc.disable()
-    splitting = _read_once(source)
+    file = _read_once(source)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -75,6 +75,7 @@ def read(source: Path) -> tuple[Any, Any, str]:
     logging.disable_progress_bar()
     folder, options = str(source.parent), {"gguf_file": source.name}
     config = AutoConfig.from_pretrained(folder, **options)
+    _complete(config, file)
     _tell("dequantizing the weights")
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float32, output_loading_info=True, **options
@@ -83,12 +84,12 @@ def read(source: Path) -> tuple[Any, Any, str]:
     if lacking := sorted(report["missing_keys"]):
         raise ValueError(f"it has no weights for {lacking[0]}, and {len(lacking)} are missing in all")
     _tell("rebuilding the tokenizer")
-    return model, AutoTokenizer.from_pretrained(folder, **options), splitting
+    return model, AutoTokenizer.from_pretrained(folder, **options), str(_field(file, "tokenizer.ggml.pre") or "")
 
 
-def _read_once(source: Path) -> str:
+def _read_once(source: Path) -> Any:
     """Let transformers have one parsed copy of the file and of gguf's tables instead of a fresh one for each look,
-    which takes most of the time. Returns the name of the file's splitting rule."""
+    which takes most of the time. Returns that copy."""
     import gguf
     import numpy as np
 
@@ -106,8 +107,30 @@ def _read_once(source: Path) -> str:
     reader = Reader(source)
     gguf.GGUFReader = lambda *_args, **_options: reader
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
-    field = reader.get_field("tokenizer.ggml.pre")
-    return str(field.contents()) if field else ""
+    return reader
+
+
+def _field(file: Any, name: str) -> Any:
+    field = file.get_field(name)
+    return field.contents() if field else None
+
+
+def _complete(config: Any, file: Any) -> None:
+    """What the file says of the model and transformers does not take from it, as llama.cpp has it."""
+    if config.model_type == "qwen3":
+        config.head_dim = _field(file, "qwen3.attention.key_length") or config.head_dim
+    if config.model_type == "gemma3_text":
+        config.query_pre_attn_scalar = gemma3_scalar(config.to_dict())
+        if _field(file, "gemma3.rope.scaling.type") == "linear":
+            scaling = {"rope_type": "linear", "factor": _field(file, "gemma3.rope.scaling.factor")}
+            config.rope_parameters["full_attention"] |= scaling
+
+
+def gemma3_scalar(config: dict[str, Any]) -> int:
+    """By whose root llama.cpp divides a Gemma 3's attention scores. No key says it; the largest, which it knows by its
+    layers, is an exception."""
+    is_27b = config["num_hidden_layers"] == 62
+    return config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
 
 
 def _unreadable(source: Path, error: Exception) -> HotlapError:

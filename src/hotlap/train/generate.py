@@ -9,20 +9,19 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
-
+from hotlap import child
 from hotlap.config import ModelConfig
 from hotlap.data.readers import Message
 from hotlap.data.render import Renderer
 from hotlap.errors import DONE, AuditFailed, BadData, HotlapError
-from hotlap.train.answer import answer, text_of
 from hotlap.train.base import FLOAT32, load_base
-from hotlap.train.channel import die_with_parent, events, say
-from hotlap.train.model import ADAPTER_CONFIG_FILE
+from hotlap.train.channel import events, say
+from hotlap.train.lean import lean_imports
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Order:
 def main() -> None:
     """Answer the prompts of the order in the first argument, and end the process with the result's exit code."""
     emit = events()
-    die_with_parent()
+    child.die_with_parent()
     fields: dict[str, Any] = json.loads(sys.argv[1])
     adapter = fields["adapter"] and Path(fields["adapter"])
     template = fields.get("chat_template") and Path(fields["chat_template"])
@@ -68,6 +67,10 @@ def answers(order: Order) -> Iterator[dict[str, Any]]:
         BadData: a prompt cannot be rendered, or leaves no room for an answer.
         AuditFailed: the adapter does not fit the model.
     """
+    # Quantized weights need what lean imports leave out.
+    with nullcontext() if order.settings.quantization else lean_imports():
+        from hotlap.train.answer import answer, text_of
+
     renderer = Renderer(order.model_folder, chat_template=order.chat_template)
     prompts = [renderer.encode_prompt(order.messages(prompt)) for prompt in order.prompts]
     model = _load(order)
@@ -79,6 +82,8 @@ def answers(order: Order) -> Iterator[dict[str, Any]]:
 
 
 def _load(order: Order) -> Any:
+    from peft import PeftModel
+
     base: Any = load_base(order.model_folder, order.settings, num_tokens_of(order.adapter) if order.adapter else 0)
     if order.adapter is None:
         return base.eval()
@@ -95,6 +100,8 @@ def _load(order: Order) -> Any:
 
 def trained_rows_of(adapter: Path) -> dict[str, list[int]]:
     """Numbers of the embedding rows that an adapter has trained one by one, by the module's name."""
+    from hotlap.train.model import ADAPTER_CONFIG_FILE
+
     fields = json.loads((adapter / ADAPTER_CONFIG_FILE).read_bytes())
     return fields.get("trainable_token_indices") or {}
 

@@ -14,7 +14,7 @@ from hotlap import clock, runs
 from hotlap.checkpoint import Checkpoint, CheckpointStore, read
 from hotlap.errors import ConfigError, CorruptFile, TrainingFailed
 from hotlap.train import model, optim
-from hotlap.train.answer import Sampler
+from hotlap.train.answer import sampler_for
 from hotlap.train.assembly import assemble
 from hotlap.train.context import Context
 from hotlap.train.evaluate import Evaluator
@@ -81,7 +81,7 @@ class Loop:
         )
         held_out = opened.packing.held_out
         self._evaluator = held_out and Evaluator(self._model, held_out, self._config.eval.micro_batch_rows)
-        self._sampler = Sampler(self._model, self._config, opened.model_folder) if self._samples_are_wanted() else None
+        self._sampler = sampler_for(self._model, self._config, opened.model_folder, held_out is not None)
         with context.timeline.phase("resume"), context.stop.may_give_up():
             self.progress = self._resume()
         self.resumed_at = self.progress.step
@@ -109,9 +109,10 @@ class Loop:
         model.load_parameters(self._model.saved, model.load_tensors(adapter), adapter)
         tensors = model.load_tensors(checkpoint.folder / OPTIMIZER_FILE)
         optim.load_state(self._optimizer, self._model.parameters, tensors)
+        here = versions()
         for what, then, now in (
             ("threads", facts["num_threads"], self._num_threads),
-            *((name, then, versions().get(name)) for name, then in facts["versions"].items()),
+            *((name, then, here.get(name)) for name, then in facts["versions"].items()),
         ):
             if then != now:
                 self._context.say(f"{what}: {then} before, {now} now. Training goes on, not promised bit for bit.")
@@ -238,18 +239,6 @@ class Loop:
 
     # --- evaluation ---
 
-    def _samples_are_wanted(self) -> bool:
-        """
-        Raises:
-            ConfigError: what happens at evaluations is asked for, and there are none.
-        """
-        settings = self._config.eval
-        if self._evaluator is None and (settings.sample_prompts or settings.patience):
-            raise ConfigError(
-                "eval.patience and eval.sample_prompts need evaluations. Hold examples out with data.eval_examples."
-            )
-        return bool(settings.sample_prompts)
-
     def _is_at_its_end(self) -> bool:
         patience = self._config.eval.patience
         has_stopped_early = patience is not None and self.progress.evals_without_gain >= patience
@@ -257,12 +246,15 @@ class Loop:
 
     def _evaluation_is_due(self) -> bool:
         step, every = self.progress.step, self._config.eval.every_steps
-        if self._evaluator is None or step == 0 or self.progress.last_eval_step == step:
+        if step == 0:
+            return self._sampler is not None and self.progress.samples_bytes == 0
+        if self._evaluator is None or self.progress.last_eval_step == step:
             return False
         return step >= self.num_steps or (every is not None and step % every == 0)
 
     def _evaluate(self) -> bool:
-        """Evaluate this step and write the row. Returns whether it is the best so far."""
+        """Evaluate this step and write the row. Returns whether it is the best so far. Before the first step only
+        prompts are answered, to be read beside later answers."""
         context, step = self._context, self.progress.step
         assert self._evaluator is not None
 
@@ -274,8 +266,11 @@ class Loop:
             context.say(f"Out of memory in the evaluation: {num_rows} rows at a time from here on.")
 
         with context.timeline.phase("evaluation"), context.stop.may_give_up():
-            value = self._evaluator.val_loss(check_time, on_out_of_memory)
+            value = self._evaluator.val_loss(check_time, on_out_of_memory) if step else None
             answers = self._sampler.answers(check_time) if self._sampler else []
+        if value is None:
+            self._append_samples(answers)
+            return False
         require_sane(value, step, "Held-out loss", intact_step=step)
         self._keep_to_saved_best()
         best = self.progress.best
@@ -284,13 +279,16 @@ class Loop:
             best = {"step": step, "val_loss": value, "checkpoint": self._store.name_of(step)}
         self._append({"step": step, "val_loss": value})
         self.progress = replace(self.progress, last_eval_step=step, best=best)
-        self._did_anything = True
         self._count_gain(value)
-        for prompt, text in answers:
-            num_bytes = self._samples.append({"step": step, "prompt": prompt, "text": text})
-            self.progress = replace(self.progress, samples_bytes=self.progress.samples_bytes + num_bytes)
+        self._append_samples(answers)
         context.emit({"event": "evaluation", "step": step, "val_loss": value, "is_best": improved})
         return improved
+
+    def _append_samples(self, answers: list[tuple[str, str]]) -> None:
+        self._did_anything = True
+        for prompt, text in answers:
+            num_bytes = self._samples.append({"step": self.progress.step, "prompt": prompt, "text": text})
+            self.progress = replace(self.progress, samples_bytes=self.progress.samples_bytes + num_bytes)
 
     def _count_gain(self, val_loss: float) -> None:
         """A function of the held-out losses alone, so that cut and uncut runs stop early at the same step."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from hotlap import clock
+from hotlap import child, clock
 from hotlap.errors import DONE
-from hotlap.train.channel import die_with_parent, events
+from hotlap.train.channel import events
 
 _FIRST_SIZE = 256
 _LARGEST_SIZE = 4096
@@ -21,7 +21,7 @@ _AS_FAST = 1.2
 
 def main() -> None:
     emit = events()
-    die_with_parent()
+    child.die_with_parent()
     emit({"event": "result", "exit_code": DONE, "reason": "done", "message": "probed", **probe()})
     sys.exit(DONE)
 

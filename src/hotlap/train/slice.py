@@ -11,13 +11,13 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
-from hotlap import clock, durable, guard, runs
+from hotlap import child, clock, durable, guard, runs
 from hotlap.config import RunConfig, load_run_json
 from hotlap.errors import DONE, SLICE_OVER, HotlapError, RunLocked, StorageFailed
-from hotlap.train.channel import die_with_parent, events, say
+from hotlap.train.channel import events, say
 from hotlap.train.context import Context
 from hotlap.train.lean import lean_imports
 from hotlap.train.stop import GivenUp, StopSignals
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None, draw_seed: Callable[[], int] = lambda: s
     deadline = clock.Deadline(order.get("deadline_at_s") or started_s + config.slice.cap_s)
     stop = StopSignals(config.slice.grace_s)
     stop.install()
-    die_with_parent()
+    child.die_with_parent()
     # The parent is the watchdog. Should it be gone, this ends a hung slice without needing the interpreter.
     faulthandler.dump_traceback_later(deadline.remaining_s() + _LAST_RESORT_S, exit=True)
     context = Context(config, deadline, stop, Timeline(started_s), events(), say, draw_seed)
@@ -107,11 +107,11 @@ def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dic
             from hotlap.train.opening import open_run
 
             if context.config.techniques.overlap:
-                context.preload.start()
+                context.preload.start(_is_lean(context.config))
             opened = open_run(run, context, lock.require)
         with context.timeline.phase("imports"):
             context.preload.finish()
-            with _imports(context.config):
+            with lean_imports() if _is_lean(context.config) else nullcontext():
                 from hotlap.train.loop import Loop
     loop = Loop(run, lock, opened, context)
     facts |= {"resumed_at": loop.resumed_at, "num_run_steps": loop.num_steps}
@@ -129,11 +129,10 @@ def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dic
         }
 
 
-def _imports(config: RunConfig) -> AbstractContextManager[None]:
+def _is_lean(config: RunConfig) -> bool:
     """Quantized weights need bitsandbytes, and Liger's kernels the compiler."""
     techniques = config.techniques
-    is_lean = techniques.lean_imports and not techniques.kernels and config.model.quantization is None
-    return lean_imports() if is_lean else nullcontext()
+    return techniques.lean_imports and not techniques.kernels and config.model.quantization is None
 
 
 if __name__ == "__main__":

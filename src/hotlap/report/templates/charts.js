@@ -25,13 +25,30 @@
       responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d"],
     });
   }
-  // A page may have many charts: each is drawn when it is about to be seen, and all of them before they are printed.
-  const places = [...document.querySelectorAll("[data-chart]")];
+  // A page may have many charts, and drawing one takes longer than a frame. So each is drawn when it is near and
+  // scrolling rests, one at a time; and all of them before they are printed.
+  const places = [...document.querySelectorAll("[data-chart]")], waiting = new Set(), rest_ms = 120;
+  let scrolled_at = -Infinity, timer = 0;
+  function soon(ms) { timer = timer || setTimeout(drawOne, ms); }
+  function drawOne() {
+    timer = 0;
+    const left_ms = scrolled_at + rest_ms - performance.now(), [place] = waiting;
+    if (!place) { document.documentElement.dataset.drawn = "yes"; return; }
+    if (left_ms > 0) { soon(left_ms); return; }
+    waiting.delete(place);
+    if (!drawn.has(place)) draw(place);
+    soon(0);
+  }
+  // Figures are watched, not charts: a browser that skips what is out of sight sees nothing inside of a figure.
   const near = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting && !drawn.has(entry.target)) draw(entry.target);
-    document.documentElement.dataset.drawn = "yes";
+    for (const { target, isIntersecting } of entries) {
+      const place = target.querySelector("[data-chart]");
+      if (isIntersecting && !drawn.has(place)) waiting.add(place); else waiting.delete(place);
+    }
+    soon(0);
   }, { rootMargin: "600px" });
-  places.forEach((place) => near.observe(place));
+  addEventListener("scroll", () => { scrolled_at = performance.now(); }, { passive: true });
+  places.forEach((place) => near.observe(place.closest("figure")));
   addEventListener("beforeprint", () => places.filter((place) => !drawn.has(place)).forEach(draw));
   dark.addEventListener("change", () => drawn.forEach(draw));
 })();

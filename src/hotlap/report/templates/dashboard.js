@@ -17,7 +17,9 @@
     return hours ? hours + ":" + rest : rest;
   }
 
-  function write(node, text) { if (node.textContent !== text) node.textContent = text; }
+  // What a node says is kept beside it: asking the document costs more than comparing.
+  function write(node, text) { if (node.said !== text) { node.textContent = text; node.said = text; } }
+  const same = (one, other) => one !== undefined && Object.keys(other).every((name) => one[name] === other[name]);
 
   // Countdowns run in the rows that are in sight; the others are written when they come into it.
   const sight = new Set();
@@ -32,7 +34,7 @@
     write(section.querySelector("[data-count]"), rows.length ? "(" + rows.length + ")" : "");
     section.querySelector("[data-empty]").hidden = rows.length > 0;
     section.querySelector(".scroll").hidden = rows.length === 0;
-    const old = new Map([...body.children].map((line) => [line.dataset.key, line]));
+    const old = new Map([...body.children].map((line) => [line.key, line]));
     let place = body.firstChild;
     rows.forEach((row, at) => {
       const name = key(row, at);
@@ -40,16 +42,18 @@
       old.delete(name);
       if (!line) {
         line = document.createElement("tr");
-        line.dataset.key = name;
+        line.key = name;
+        line.setAttribute("role", "row");
         watch.observe(line);
         for (let column = 0; column < columns; column++) {
           const cell = document.createElement(column ? "td" : "th");
+          cell.setAttribute("role", column ? "cell" : "rowheader");
           if (!column) cell.scope = "row";
           line.append(cell);
         }
       }
       if (line === place) place = place.nextSibling; else body.insertBefore(line, place);
-      fill(line, row);
+      if (!same(line.row, row)) { line.row = row; fill(line, row); }
     });
     for (const line of old.values()) { watch.unobserve(line); sight.delete(line); line.remove(); }
   }
@@ -57,23 +61,26 @@
   function texts(line, values) { values.forEach((value, at) => write(line.children[at], value)); }
 
   function machine(line, row) {
-    line.row = row;
+    line.times = machineTimes;
     texts(line, [word(row.run), word(row.machine), word(row.provider), word(row.gpu), word(row.owner), word(row.state)]);
     write(line.children[8], usd(row.worst_usd_micros));
     write(line.children[9], word(row.problems));
-    const stop = state.stops.find((each) => each.run === row.run), cell = line.children[10];
+    const cell = line.children[10];
     if (!row.may_stop) { write(cell, "-"); return; }
-    if (stop && stop.state === "ending") { write(cell, "ending …"); return; }
-    if (cell.querySelector("button")) return;
-    const button = document.createElement("button");
-    button.textContent = "End";
+    if (row.is_ending) { write(cell, "ending …"); return; }
+    let button = cell.querySelector("button");
+    if (!button) {
+      button = document.createElement("button");
+      button.textContent = "End";
+      button.addEventListener("click", () => ask(line.row));
+      cell.replaceChildren(button);
+      cell.said = null;
+    }
     button.setAttribute("aria-label", "End machine " + word(row.machine) + " of " + row.run);
-    button.addEventListener("click", () => ask(row));
-    cell.replaceChildren(button);
   }
 
   function slice(line, row) {
-    line.row = row;
+    line.times = sliceTimes;
     if (row.trouble) { texts(line, [row.run, "-", "-", "-", row.trouble, "-", "-"]); return; }
     const of = row.num_steps ? row.step + " of " + row.num_steps : String(row.step);
     texts(line, [row.run, String(row.slice), row.host, of]);
@@ -82,6 +89,7 @@
       bar = document.createElement("progress");
       bar.setAttribute("aria-label", "Progress of " + row.run);
       line.children[4].replaceChildren(bar);
+      line.children[4].said = null;
     }
     bar.max = row.num_steps || 1;
     bar.value = row.num_steps ? row.step : 0;
@@ -102,7 +110,7 @@
 
   function count() {
     const now = now_s();
-    for (const line of sight) if (line.row) (line.children.length === 11 ? machineTimes : sliceTimes)(line, line.row, now);
+    for (const line of sight) if (line.times) line.times(line, line.row, now);
   }
 
   function machineTimes(line, row, now) {
@@ -136,7 +144,11 @@
     ahead_s = message.now_s - Date.now() / 1000;
     state = Object.assign(state, message);
     if (message.budget) budget(message.budget);
-    if (message.machines || message.stops) table("machines", state.machines, (row) => row.key, machine, 11);
+    if (message.machines || message.stops) {
+      const ending = new Set(state.stops.filter((each) => each.state === "ending").map((each) => each.run));
+      const rows = state.machines.map((row) => Object.assign({ is_ending: ending.has(row.run) }, row));
+      table("machines", rows, (row) => row.key, machine, 11);
+    }
     if (message.slices) table("slices", state.slices, (row) => row.run, slice, 8);
     if (message.verdicts) {
       const told = message.verdicts;
