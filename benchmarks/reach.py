@@ -184,15 +184,9 @@ def iterations(bench: Bench) -> Answers:
             bench.keep(
                 name, story(searched(bench, f"two-{number}", start, lambda made: made.num_judged >= 2, **settings))
             )
-        found.append(bench.rows[name])
-        gains = [one["gain"] for one in found]
-        yield {
-            "lr": lr,
-            "studies": found,
-            "gains": gains,
-            "reached": sum(gain >= GAIN for gain in gains),
-            "of": len(gains),
-        }
+        told = ("baseline", "gain", "noise", "runs", "changes", "outcomes")
+        found.append({key: bench.rows[name][key] for key in told})
+        yield {"lr": lr, "studies": found, "reached": sum(one["gain"] >= GAIN for one in found), "of": len(found)}
 
 
 def story(history: History) -> dict[str, Any]:
@@ -201,9 +195,8 @@ def story(history: History) -> dict[str, Any]:
     changes = [made.first["changes"] for made in history.candidates.values()]
     outcomes = [row["outcome"] for row in history.decisions]
     told = {"baseline": base, "gain": base - last, "noise": history.noise().s, "runs": history.num_ended}
-    return {**told, "changes": changes, "outcomes": outcomes, "start": history.anchors[0].config} | {
-        "end": history.anchor.config
-    }
+    ends = {"start": history.anchors[0].config, "end": history.anchor.config}
+    return {**told, "changes": changes, "outcomes": outcomes, **ends}
 
 
 def searched(
@@ -212,6 +205,7 @@ def searched(
     """A study of its own, begun or taken up again, until it is over."""
     values = {"name": f"{bench.name}-{name}", "data": str(bench.text), "budget_s": bench.budget_s, "threads": THREADS}
     values |= {"baseline_runs": 3, "on_disturbed": "use", **settings}
+    values |= {"setup_s": 30.0} if bench.budget_s < 20 else {}  # a try of these commands on a busy machine
     lines = ["[study]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
     lines += ["[start]", *(f"{key} = {json.dumps(value)}" for key, value in start.items())]
     durable.make_dirs(STUDIES)
@@ -349,7 +343,8 @@ def long(bench: Bench) -> Answers:
     def run(name: str, seed: int) -> dict[str, Any]:
         found.setdefault(name, []).append(loss(bench.run(f"{name}, seed {seed}", seed, LONG[name])))
         best = min(found, key=lambda each: statistics.fmean(found[each]))
-        return {"each": found, "lowest": best, "mean": statistics.fmean(found[best]), "runs": len(found[best])}
+        fresh = found[best] if best == KNOWN else found[best][1:]  # the first run is what it was chosen for
+        return {"each": found, "lowest": best, "mean": statistics.fmean(fresh) if fresh else None, "runs": len(fresh)}
 
     for name, seeds in ((name, (1, 2, 3) if name == KNOWN else (1,)) for name in LONG):
         for seed in seeds:

@@ -1,5 +1,6 @@
 """The command line as a user meets it: real commands in real processes."""
 
+import errno
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from hotlap import errors
-from hotlap.cli import cli
+from hotlap.cli import cli, main, written
 
 COMMANDS = sorted(cli.commands)
 
@@ -201,3 +202,45 @@ def test_bug_of_ours_is_exit_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         module.main()
     assert caught.value.code == errors.HotlapError.exit_code == 1
     assert "ZeroDivisionError: oops" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (
+            OSError(errno.EIO, "Input/output error", "data.jsonl"),
+            7,
+            "exit 7 volume_gone: data.jsonl: Input/output error",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), 7, "exit 7 disk_full: A file: No space left"),
+        (OSError(errno.EACCES, "Permission denied", "data.jsonl"), 2, "exit 2 usage: data.jsonl: Permission denied"),
+        (MemoryError("Unable to allocate 4 TiB"), 6, "exit 6 oom: This machine has not the memory: Unable to"),
+        (OSError(errno.ENOENT, "No such file", "own.json"), 1, "exit 1 unexpected: FileNotFoundError"),
+    ],
+)
+def test_what_the_system_says_is_no_bug_of_ours(
+    error: Exception, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it would come out of any command, while something is read."""
+
+    def fail(**_settings: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "main", fail)
+    monkeypatch.setattr(sys, "argv", ["hotlap", "runs"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_file_that_the_user_named_is_made_and_what_is_no_file_is_left_alone(tmp_path: Path) -> None:
+    written.write(tmp_path / "no" / "such" / "page.html", b"page")
+    (tmp_path / "link.html").symlink_to(tmp_path / "no" / "such" / "page.html")
+    written.write(tmp_path / "link.html", b"another")
+    assert (tmp_path / "link.html").is_symlink() and (tmp_path / "no/such/page.html").read_bytes() == b"another"
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(errors.UsageError, match="is no file"):
+            written.write(path, b"page")
+    assert (tmp_path / "pipe").is_fifo()

@@ -211,6 +211,13 @@ def test_a_value_where_a_table_belongs_is_an_error_in_words(toml: Callable[[str]
         load_run(toml(f"lora = 3\n{TOML.partition('[lora]')[0]}"), ["lora.rank=3"])
 
 
+def test_a_file_that_an_editor_began_with_a_byte_order_mark_is_read(tmp_path: Path):
+    (tmp_path / "marked.toml").write_bytes(b'\xef\xbb\xbfbase_model = "m"\r\ndataset = "d"\r\n')
+    assert load_run(tmp_path / "marked.toml").dataset == "d"
+    with pytest.raises(ConfigError, match="seed: Input should be a valid integer"):
+        load_run(tmp_path / "marked.toml", ["seed=" + "9" * 5000])
+
+
 def test_what_is_missing_is_named(toml: Callable[[str], Path]):
     with pytest.raises(ConfigError, match=r"base_model: is missing; dataset: is missing"):
         load_run(toml(""))
@@ -220,9 +227,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
     (tmp_path / "broken.toml").write_text("lora = {")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "digits.toml").write_text("seed = " + "9" * 5000)
+    (tmp_path / "brackets.toml").write_text("seed = " + "[" * 5000)
     for name, says in [
         ("none.toml", "does not exist"),
         ("broken.toml", "not valid TOML"),
+        ("digits.toml", "not valid TOML"),
+        ("brackets.toml", "not valid TOML"),
         ("binary.toml", "not valid TOML"),
         ("folder.toml", "cannot be read"),
     ]:

@@ -218,6 +218,8 @@ def test_what_is_not_carried_over_is_told_with_its_reason(line: str, reason: str
     ("text", "words"),
     [
         ("a: [", "neither YAML nor JSON"),
+        ("a: " + "9" * 5000, "neither YAML nor JSON"),
+        ("a: " + "[" * 3000, "neither YAML nor JSON"),
         ("- a", "holds no settings"),
         ("learning_rate: 1", "neither's"),
         ("base_model: m", "dataset: Field required"),
@@ -254,4 +256,4 @@ def test_the_command_writes_lists_and_does_not_overwrite(tmp_path: Path) -> None
 
 def test_every_setting_that_is_never_carried_over_has_a_reason() -> None:
     assert all(callable(rule) or rule for rule in [*AXOLOTL.values(), *TRL.values()])
-    assert Translation("x").as_toml() == "# From a configuration of x.\n\n"
+    assert Translation("x").as_toml() == "# From a configuration of x.\n\n\n"

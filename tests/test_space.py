@@ -119,6 +119,17 @@ def test_a_program_that_is_no_trial(tmp_path: Path) -> None:
 
 def test_deadline_and_baseline_runs() -> None:
     study = StudyConfig(name="s", budget_s=20.0)
-    assert study.deadline_s == 1.6 * 20 + 5 + 15 and study.num_baseline_runs == 6
+    assert study.deadline_s == 1.6 * 20 + 5 and study.num_baseline_runs == 6
+    assert StudyConfig(name="s", setup_s=60.0).deadline_s == 97
     assert StudyConfig(name="s", budget_s=300.0).num_baseline_runs == 3
     assert StudyConfig(name="s", acceptance="naive").num_baseline_runs == 1
+
+
+def test_a_study_s_file_as_editors_and_accidents_leave_it(tmp_path: Path) -> None:
+    path = tmp_path / "study.toml"
+    path.write_bytes(b'\xef\xbb\xbf[study]\r\nname = "s"\r\n')
+    assert load_study(path).study.deadline_s == 1.6 * 20 + 5, "and its trials end when they should"
+    for text in ("budget_s = " + "9" * 5000, "axes = " + "[" * 5000):
+        path.write_text(f"[study]\n{text}")
+        with pytest.raises(ConfigError, match="is not valid TOML"):
+            load_study(path)

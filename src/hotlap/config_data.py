@@ -89,7 +89,7 @@ class DataConfig(Config):
     eval_examples: int = Field(default=0, ge=0)
     """How many examples to hold out of the data sets themselves, drawn by the run's seed. 0 holds out none."""
 
-    seq_len: int = Field(default=512, ge=8)
+    seq_len: int = Field(default=512, ge=8, le=2**20)
     """Length of a row in tokens. Several examples are packed into a row; none is split."""
 
     too_long: Literal["drop", "cut", "refuse"] = "drop"

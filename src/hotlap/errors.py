@@ -283,7 +283,14 @@ def storage_errors(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.errno not in _STORAGE_ERRORS:
+        if (failure := storage_failure(error, f"Cannot write {path}")) is None:
             raise
-        kind, way_out = _STORAGE_ERRORS[error.errno]
-        raise kind(f"Cannot write {path}: {way_out}. Whatever was published before is intact.") from error
+        raise failure from error
+
+
+def storage_failure(error: OSError, what: str) -> StorageFailed | None:
+    """What a user can act on, if the operating system speaks of a disk or a volume."""
+    if error.errno is None or error.errno not in _STORAGE_ERRORS:
+        return None
+    kind, way_out = _STORAGE_ERRORS[error.errno]
+    return kind(f"{what}: {way_out}. Whatever was published before is intact.")

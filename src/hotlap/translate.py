@@ -60,7 +60,7 @@ def translate(text: str, source: str) -> Translation:
     """
     try:
         whole: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
     if not isinstance(whole, dict):
         raise ConfigError(f"{source} holds no settings. Give a configuration of axolotl or TRL.")

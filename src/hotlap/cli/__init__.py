@@ -32,7 +32,7 @@ from hotlap.cli.speedrun import speedrun
 from hotlap.cli.speedrun_compare import ablate, duel, transfer
 from hotlap.cli.train import train
 from hotlap.cli.volume import pull, volume
-from hotlap.errors import HotlapError
+from hotlap.errors import HotlapError, storage_failure
 
 # Errors that come from a path somebody gave us, when they were not met while writing (those are `StorageFailed`).
 _PATHS_OF_THE_USER = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
@@ -93,9 +93,14 @@ def main() -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except OSError as error:
-        if error.errno not in _PATHS_OF_THE_USER:
+        if error.errno in _PATHS_OF_THE_USER:
+            _leave(2, "usage", f"{error.filename}: {error.strerror}. Check the path and who may read it.")
+        failure = storage_failure(error, f"{error.filename or 'A file'}: {error.strerror}")
+        if failure is None or error.errno == errno.ENOENT:  # a file that we had reason to expect
             _report_bug(error)
-        _leave(2, "usage", f"{error.filename}: {error.strerror}. Check the path and who may read it.")
+        _leave(failure.exit_code, failure.reason, str(failure))
+    except MemoryError as error:
+        _leave(6, "oom", f"This machine has not the memory: {error}. Lower what is largest, data.seq_len for one.")
     except Exception as error:  # noqa: BLE001  (the last resort: every other error is ours to name)
         _report_bug(error)
 

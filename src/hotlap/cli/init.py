@@ -47,7 +47,7 @@ def init(dataset: str | None, source: Path | None, base_model: str | None, provi
 
 
 def _translate(source: Path, output: Path) -> None:
-    from hotlap import durable
+    from hotlap.cli import written
     from hotlap.translate import one_line, translate
 
     try:
@@ -55,14 +55,15 @@ def _translate(source: Path, output: Path) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source} cannot be read: {error}.") from None
     found = translate(text, str(source))
-    durable.replace(output, found.as_toml().encode())
+    written.write(output, found.as_toml().encode())
     for entry in found.left:
         click.echo(f"not carried over: {one_line(entry)}", err=True)
     click.echo(f"Read as a configuration of {found.tool}; {len(found.left)} settings were not carried over.", err=True)
 
 
 def _propose(dataset: str, base_model: str, provider: str | None, output: Path) -> None:
-    from hotlap import artifacts, durable
+    from hotlap import artifacts
+    from hotlap.cli import written
     from hotlap.cli.progress import plain
     from hotlap.config import load_cloud
     from hotlap.data.propose import look_at, propose
@@ -83,7 +84,7 @@ def _propose(dataset: str, base_model: str, provider: str | None, output: Path) 
     named = os.path.relpath(place, folder) if Path(dataset).exists() else dataset
     model_named = os.path.relpath(base_model, folder) if Path(base_model).exists() else base_model
     proposal = propose(look, model_named, named, cloud, notes)
-    durable.replace(output, proposal.as_toml().encode())
+    written.write(output, proposal.as_toml().encode())
     for note in proposal.notes:
         click.echo(plain(note), err=True)
 

@@ -55,18 +55,18 @@ def preview(
     Green tokens are trained, gray ones are only read. The data is prepared on the way, without a cap on the time, so a
     slice finds it ready. Trains nothing and rents nothing.
     """
-    from hotlap.cli import preview_price
+    from hotlap.cli import preview_price, written
     from hotlap.config import load_cloud, load_run
     from hotlap.data.preview import preview as look
 
+    if html_path is not None:
+        written.require_a_file(html_path)
     settings = load_run(config, overrides, base_model=base_model, dataset=dataset, output_dir=output_dir)
     found = look(settings, num_examples, lambda text: click.echo(text, err=True))
     priced = [] if provider is None else preview_price.prices(found, settings, provider, load_cloud())
     rows = [*rows_of(found), *preview_price.rows_of(priced)]
     if html_path is not None:
-        from hotlap import durable
-
-        durable.replace(html_path, page(found, rows).encode())
+        written.write(html_path, page(found, rows).encode())
         click.echo(f"Written to {html_path}.", err=True)
     if as_json:
         prices = [{**asdict(price), "usd_micros": price.usd_micros} for price in priced]

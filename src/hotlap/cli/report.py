@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotlap import clock, durable
+from hotlap import clock
+from hotlap.cli import written
 from hotlap.cli.runs import OUTPUT_DIR, complete_run
 from hotlap.errors import UsageError
 
@@ -44,8 +45,7 @@ def report(name: str | None, output: Path | None, output_dir: Path, studies_dir:
     page = _overview(output_dir, studies_dir, num_days, made_at) if name is None else None
     page = page or _named(str(name), output_dir, studies_dir, made_at)
     path = output or Path("reports") / f"{Path(name or 'overview').name}.html"
-    durable.make_dirs(path.parent)
-    durable.replace(path, render(page).encode())
+    written.write(path, render(page).encode())
     click.echo(str(path))
 
 

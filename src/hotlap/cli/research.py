@@ -238,7 +238,9 @@ Example:
 @_study
 @_output_dir
 @click.option("--trials", type=click.IntRange(min=1), default=8, show_default=True, help="Changes to try in a session.")
-@click.option("--usd-per-hour", type=float, default=0.0, show_default=True, help="Price of the machine.")
+@click.option(
+    "--usd-per-hour", type=click.FloatRange(0, 1e5), default=0.0, show_default=True, help="Price of the machine."
+)
 @click.option("--repeats", type=click.IntRange(min=100), default=4000, show_default=True, help="Simulated cases each.")
 @_as_json
 def simulate(study: Path, output_dir: Path, trials: int, usd_per_hour: float, repeats: int, as_json: bool) -> None:

@@ -170,10 +170,10 @@ def bench(
     if as_json:
         click.echo(json.dumps(report))
     if plot is not None:
-        from hotlap import durable
+        from hotlap.cli import written
         from hotlap.report import chart, serving
 
-        durable.replace(plot, chart.svg_of(serving.charts(report)))
+        written.write(plot, chart.svg_of(serving.charts(report)))
 
 
 _COLUMNS = (

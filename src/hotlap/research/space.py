@@ -253,10 +253,10 @@ def load_study(path: Path) -> StudyFile:
         ConfigError: the file, a key or a value is wrong, or a seed stands in it.
     """
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
     require_no_seed(tree, str(path))
     study = tree.get("study")

@@ -93,7 +93,7 @@ def track_of(folder: Path) -> str:
         raise UsageError(f"{path} is missing, a link, or too large: a submission has a config.yaml.")
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise UsageError(f"{path} is not YAML in UTF-8.") from None
     track = config.get("track", "t1") if isinstance(config, dict) else None
     if not isinstance(track, str):
@@ -259,7 +259,7 @@ def _calls(node: ast.Call) -> _Complaints:
 def _check_config(path: Path, track: Track) -> list[Finding]:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         return [Finding("refused", path.name, f"is not YAML: {str(error)[:200]}")]
     if not isinstance(config, dict):
         return [Finding("refused", path.name, "is not a mapping")]
