@@ -71,7 +71,7 @@ def deadly(inner, name, point, when):
     return Deadly()
 
 class Quick(local.LocalProvider):
-    traits = replace(local.TRAITS, provisioning_s=5.0)
+    traits = replace(local.TRAITS, provisioning_s=10.0)
 
 def run(home, point, when):
     os.environ["HOTLAP_HOME"] = home

@@ -1,18 +1,18 @@
 """`hotlap research` as a user meets it."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from research_stage import make_study
 
-from hotlap.cli import cli
+from hotlap.cli import cli, main
 from hotlap.cli.research import research
 from hotlap.research.space import StudyConfig, load_study
 
@@ -21,19 +21,29 @@ pytestmark = pytest.mark.long
 SUBCOMMANDS = sorted(research.commands)
 
 
-def hotlap(
-    *args: str, cwd: Path, check: int = 0, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    process = subprocess.run(
-        [sys.executable, "-m", "hotlap", "research", *args],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **(env or {})},
-    )
-    assert process.returncode == check, process.stdout + process.stderr
-    return process
+@dataclass(frozen=True)
+class Said:
+    stdout: str
+    stderr: str
+
+
+Hotlap = Callable[..., Said]
+
+
+@pytest.fixture
+def hotlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Hotlap:
+    """`hotlap research` in `tmp_path`: the whole program but for the start of its process."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str, check: int = 0) -> Said:
+        monkeypatch.setattr(sys, "argv", ["hotlap", "research", *args])
+        with pytest.raises(SystemExit) as left:
+            main()
+        said = Said(*capsys.readouterr())
+        assert left.value.code == check, said
+        return said
+
+    return run
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
@@ -51,56 +61,57 @@ def test_a_study_is_the_default_command() -> None:
         assert name == "run" and sorted(rest) == sorted(args)
 
 
-def test_a_session_from_the_command_line(tmp_path: Path) -> None:
+def test_a_session_from_the_command_line(hotlap: Hotlap, tmp_path: Path) -> None:
     make_study(tmp_path, baseline_runs=2, axes=["x0"], proposer="sweep1", placebo_every=1000)
-    expected = hotlap("simulate", "study.toml", "--repeats", "200", "--json", "--usd-per-hour", "3", cwd=tmp_path)
+    expected = hotlap("simulate", "study.toml", "--repeats", "200", "--json", "--usd-per-hour", "3")
     report = json.loads(expected.stdout)
     assert report["noise"] is None and report["session_usd"] > 0 and len(report["table"]) == 5
     assert 0 < report["rented"]["usd_micros"] <= report["rented"]["most_usd_micros"]
     assert "A full 8-iteration session costs about $" in report["words"]
-    hotlap("best", "bowl", cwd=tmp_path, check=2)
+    hotlap("best", "bowl", check=2)
 
-    first = hotlap("study.toml", "--trials", "3", cwd=tmp_path)
+    first = hotlap("study.toml", "--trials", "3")
     assert first.stdout.strip() == "studies/bowl/LEADERBOARD.md"
     assert first.stderr.splitlines()[-1].startswith("hotlap: exit 0 done: all trials")
     assert "r000001 baseline" in first.stderr and "x0 0.8 → 0.0" in first.stderr
 
-    again = json.loads(hotlap("study.toml", "--trials", "1", "--json", cwd=tmp_path).stdout)
+    again = json.loads(hotlap("study.toml", "--trials", "1", "--json").stdout)
     assert again["header"]["num_judged"] == 4 and again["verified"] is None and again["reason"] == "done"
-    assert json.loads(hotlap("best", "bowl", cwd=tmp_path).stdout)["config"] is None
-    anchor = json.loads(hotlap("best", "bowl", "--anchor", cwd=tmp_path).stdout)
+    assert json.loads(hotlap("best", "bowl").stdout)["config"] is None
+    anchor = json.loads(hotlap("best", "bowl", "--anchor").stdout)
     assert anchor["config"] == again["anchor"] and anchor["config"]["x0"] == 0.25
 
     charts = {path.name for path in (tmp_path / "studies" / "bowl").glob("*.svg")}
     assert charts == {"progress.svg", "axes.svg", "prediction.svg", "clock.svg", "curves.svg"}
 
-    verified = hotlap("verify", "bowl", "--json", cwd=tmp_path)
+    verified = hotlap("verify", "bowl", "--json")
     assert json.loads(verified.stdout)["verified"] == anchor["config"]
     assert "verified: 8 pairs" in verified.stderr
-    text = hotlap("leaderboard", "bowl", cwd=tmp_path).stdout
+    text = hotlap("leaderboard", "bowl").stdout
     assert text == (tmp_path / "studies/bowl/LEADERBOARD.md").read_text() and "| 1 |" in text
-    assert json.loads(hotlap("leaderboard", "studies/bowl", "--json", cwd=tmp_path).stdout)["entries"][0]["rank"] == 1
-    assert json.loads(hotlap("replay", "bowl", "--json", cwd=tmp_path).stdout)["agrees"] is True
-    under = json.loads(hotlap("replay", "bowl", "--rule", "naive", "--json", cwd=tmp_path).stdout)
+    assert json.loads(hotlap("leaderboard", "studies/bowl", "--json").stdout)["entries"][0]["rank"] == 1
+    assert json.loads(hotlap("replay", "bowl", "--json").stdout)["agrees"] is True
+    under = json.loads(hotlap("replay", "bowl", "--rule", "naive", "--json").stdout)
     assert under["num_judged"] == 4 and under["num_kept"] >= 1
-    simulated = json.loads(hotlap("simulate", "bowl", "--repeats", "200", "--json", cwd=tmp_path).stdout)
+    simulated = json.loads(hotlap("simulate", "bowl", "--repeats", "200", "--json").stdout)
     assert simulated["noise"] > 0
 
     (tmp_path / "studies/bowl/best.json").write_text("{}")
-    stale = hotlap("replay", "bowl", cwd=tmp_path, check=4)
+    stale = hotlap("replay", "bowl", check=4)
     assert "best.json" in stale.stderr.splitlines()[-1]
 
 
-def test_refusals_have_their_exit_codes(tmp_path: Path) -> None:
+def test_refusals_have_their_exit_codes(hotlap: Hotlap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_study(tmp_path, noise=0.3, baseline_runs=6)
-    assert "draws all seeds" not in hotlap("nonesuch", cwd=tmp_path, check=2).stderr
-    noisy = hotlap("study.toml", "--trials", "1", "--json", cwd=tmp_path, check=8)
+    assert "draws all seeds" not in hotlap("nonesuch", check=2).stderr
+    noisy = hotlap("study.toml", "--trials", "1", "--json", check=8)
     assert json.loads(noisy.stdout)["reason"] == "undecided"
     assert noisy.stderr.splitlines()[-1].startswith("hotlap: exit 8 undecided: Runs of one configuration differ")
-    serving = hotlap("study.toml", cwd=tmp_path, check=3, env={"HOTLAP_SERVING": "1"})
-    assert "hotlap: exit 3 guard" in serving.stderr
+    with monkeypatch.context() as patch:
+        patch.setenv("HOTLAP_SERVING", "1")
+        assert "hotlap: exit 3 guard" in hotlap("study.toml", check=3).stderr
     path.write_text(path.read_text() + "seed_init = 1\n")
-    assert "exit 2 config" in hotlap("study.toml", cwd=tmp_path, check=2).stderr
+    assert "exit 2 config" in hotlap("study.toml", check=2).stderr
 
 
 def test_the_page_s_study_loads_and_its_commands_parse(tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 
 parser = argparse.ArgumentParser()
@@ -73,8 +72,6 @@ assert hashlib.sha256(weights).hexdigest() == pins["model_file_sha256"]["model.s
 offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 assert all(os.environ[name] == "1" for name in offline)
 
-# PEFT would import it, and with it torch's compiler, which takes as long as all the rest.
-sys.modules["bitsandbytes"] = None
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed

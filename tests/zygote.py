@@ -91,7 +91,7 @@ class SliceProcess:
             if (found := find()) is not None:
                 return found
             assert not was_over, f"ended without {what}:\n{self.talk()}"
-            time.sleep(0.005)
+            time.sleep(0.01)
         raise AssertionError(f"no {what} within {timeout_s} s:\n{self.talk()}")
 
 

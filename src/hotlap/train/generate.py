@@ -19,9 +19,10 @@ from hotlap.config import ModelConfig
 from hotlap.data.readers import Message
 from hotlap.data.render import Renderer
 from hotlap.errors import DONE, AuditFailed, BadData, HotlapError
-from hotlap.train.base import FLOAT32, load_base
 from hotlap.train.channel import events, say
 from hotlap.train.lean import lean_imports
+
+_FLOAT32 = ModelConfig(precision="float32")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Order:
     max_new_tokens: int
     chat_template: Path | None = None
     system: str | None = None
-    settings: ModelConfig = FLOAT32
+    settings: ModelConfig = _FLOAT32
 
     def messages(self, prompt: str) -> list[Message]:
         asked = [Message("user", prompt)]
@@ -47,7 +48,7 @@ def main() -> None:
     adapter = fields["adapter"] and Path(fields["adapter"])
     template = fields.get("chat_template") and Path(fields["chat_template"])
     place, prompts, longest = Path(fields["model_folder"]), fields["prompts"], fields["max_new_tokens"]
-    settings = ModelConfig(**fields["model"]) if "model" in fields else FLOAT32
+    settings = ModelConfig(**fields["model"]) if "model" in fields else _FLOAT32
     order = Order(place, adapter, prompts, longest, template, fields.get("system"), settings)
     try:
         for each in answers(order):
@@ -67,12 +68,12 @@ def answers(order: Order) -> Iterator[dict[str, Any]]:
         BadData: a prompt cannot be rendered, or leaves no room for an answer.
         AuditFailed: the adapter does not fit the model.
     """
+    renderer = Renderer(order.model_folder, chat_template=order.chat_template)
+    prompts = [renderer.encode_prompt(order.messages(prompt)) for prompt in order.prompts]
     # Quantized weights need what lean imports leave out.
     with nullcontext() if order.settings.quantization else lean_imports():
         from hotlap.train.answer import answer, text_of
 
-    renderer = Renderer(order.model_folder, chat_template=order.chat_template)
-    prompts = [renderer.encode_prompt(order.messages(prompt)) for prompt in order.prompts]
     model = _load(order)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for prompt, tokens in zip(order.prompts, prompts, strict=True):
@@ -83,6 +84,8 @@ def answers(order: Order) -> Iterator[dict[str, Any]]:
 
 def _load(order: Order) -> Any:
     from peft import PeftModel
+
+    from hotlap.train.base import load_base
 
     base: Any = load_base(order.model_folder, order.settings, num_tokens_of(order.adapter) if order.adapter else 0)
     if order.adapter is None:
