@@ -137,7 +137,7 @@ class Bench:
         return self.keep(name, {**row, "data_sha256": result["data"]["sha256"]})
 
 
-TETHERED = [sys.executable, "-m", "hotlap.research.tether", str(os.getpid())]
+TETHERED = [sys.executable, "-m", "hotlap.tether", str(os.getpid())]
 """What is started so ends with this process, also with a killed one."""
 
 

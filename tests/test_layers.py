@@ -53,6 +53,7 @@ CORE = {
     "artifacts": "child clock config durable errors hub pins sources",
     "guard": "clock config durable errors",
     "translate": "config errors",
+    "tether": "",
 }
 """A core module, and the core modules below it. The widest name wins: everything above core may import all of it."""
 
@@ -95,7 +96,7 @@ OWNERS = {
     "google": "testing.fake_modal",
     "modal_proto": "testing.fake_modal",
     "grpclib": "testing.fake_modal",
-    "yaml": "translate speedrun.submission speedrun.inputs export.push",
+    "yaml": "translate speedrun.submission speedrun.inputs speedrun.transfer export.push",
     "numpy": "data train research speedrun report export",
     "tokenizers": "data",
     "pyarrow": "data speedrun.inputs",

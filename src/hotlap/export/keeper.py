@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     parent, grace_s, command = int(argv[0]), float(argv[1]), argv[2:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # until there is a server to pass them on to
     child.die_with_parent(parent)
-    server = subprocess.Popen(command, preexec_fn=_in_the_server)
+    server = subprocess.Popen([sys.executable, "-m", "hotlap.tether", str(os.getpid()), *command])
     was_asked = False
 
     def ask(_number: int, _frame: FrameType | None) -> None:
@@ -45,11 +45,6 @@ def main(argv: list[str]) -> int:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
-
-
-def _in_the_server() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
-    child.die_with_parent()
 
 
 if __name__ == "__main__":

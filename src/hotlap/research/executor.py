@@ -217,7 +217,7 @@ def run_trial(trial: Trial, stops: child.Stops, on_progress: OnProgress) -> Endi
         if told is not None:
             on_progress(trial.run_id, *told)
 
-    argv = [sys.executable, "-m", "hotlap.research.tether", str(os.getpid()), *command_of(trial.program), str(order)]
+    argv = [sys.executable, "-m", "hotlap.tether", str(os.getpid()), *command_of(trial.program), str(order)]
     threads = str(trial.order["threads"])
     env = {**child.with_waiting_threads(os.environ), "OMP_NUM_THREADS": threads}
     kills_before, throttled_before = num_oom_kills(), throttled_us()
