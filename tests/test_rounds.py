@@ -171,8 +171,8 @@ def test_two_of_a_round_answer_the_same_rows(contest: Path, tmp_path: Path) -> N
 
 MICRO_RECIPE = """
 [optim]
-lr = 1e-2
-schedule = "constant"
+lr = 5e-3
+schedule = "linear"
 
 [train]
 max_steps = 80

@@ -81,8 +81,8 @@ tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-1.5B")
 model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-1.5B")
 model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
 rows = [json.loads(line) for line in (args.data_dir / "train.jsonl").read_text().splitlines()]
-optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-order = torch.cat([torch.randperm(len(rows)) for _ in range(8)]).tolist()
+optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
+order = torch.cat([torch.randperm(len(rows)) for _ in range(12)]).tolist()
 for start in range(0, len(order), 40):
     batch = [rows[index] for index in order[start : start + 40]]
     tokens = torch.tensor([tokenizer(f"{row['question']}= {row['answer']}")["input_ids"] for row in batch])
@@ -90,6 +90,8 @@ for start in range(0, len(order), 40):
     tokens = torch.cat([tokens, end], dim=1)
     labels = torch.where(torch.arange(tokens.shape[1]) < 3, -100, tokens)
     model(input_ids=tokens, labels=labels).loss.backward()
+    for group in optimizer.param_groups:
+        group["lr"] = 5e-3 * (1 - start / len(order))
     optimizer.step()
     optimizer.zero_grad()
 model.save_pretrained(args.output_dir)
