@@ -30,6 +30,7 @@ def main() -> None:
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     env = {**settings, "OMP_NUM_THREADS": str(os.cpu_count()), **os.environ}
     servers: list[subprocess.Popen[str]] = []
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))  # by way of `finally`
     try:
         # One after the other: while they compile they take all there is.
         urls = [_serve(arguments, extra, env, servers) for extra in ([], ["--speculative", arguments.speculative])]

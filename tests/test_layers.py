@@ -359,8 +359,8 @@ def name_rule(modules: Sequence[Module]) -> list[str]:
 FORKING_ARGUMENTS = {("Popen", "preexec_fn"), ("run", "preexec_fn"), ("DataLoader", "num_workers"), ("map", "num_proc")}
 
 
-ONE_THREAD_ONLY = {"speedrun.jail"}
-"""Stands alone and never starts a thread, so that it may fork."""
+ONE_THREAD_ONLY = {"speedrun.jail", "export.keeper"}
+"""Programs of their own that never start a thread, so that they may fork."""
 
 
 def fork_rule(modules: Sequence[Module]) -> list[str]:
