@@ -128,6 +128,8 @@ def test_a_second_interrupt_leaves_at_once(tiny_args: list[str], tmp_path: Path)
     _wait_for_steps(tmp_path / "runs" / "tiny" / "metrics.jsonl")
     slice_pid = json.loads((tmp_path / "runs/tiny/slices/0001/holder.json").read_text())["pid"]
     os.kill(slice_pid, signal.SIGSTOP)  # a slice that hangs does not answer the first
+    while not _status(slice_pid).partition("State:")[2].strip().startswith("T"):
+        time.sleep(0.01)
     chain.send_signal(signal.SIGINT)
     while not _awaits(slice_pid, signal.SIGTERM):
         time.sleep(0.01)
@@ -139,9 +141,12 @@ def test_a_second_interrupt_leaves_at_once(tiny_args: list[str], tmp_path: Path)
 
 def _awaits(pid: int, number: int) -> bool:
     """Whether a signal was sent to a stopped process."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", status, flags=re.M)
+    pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", _status(pid), flags=re.M)
     return any(int(mask, 16) >> (number - 1) & 1 for mask in pending)
+
+
+def _status(pid: int) -> str:
+    return Path(f"/proc/{pid}/status").read_text()
 
 
 def _start(args: list[str], cwd: Path) -> subprocess.Popen[str]:

@@ -113,4 +113,4 @@ def test_a_dry_run_tells_what_a_session_costs_and_a_trial_too_long_is_refused(
     assert json.loads(told.stdout)["usd_micros"] == 388_500
     Path("lr.toml").write_text(STUDY.replace("= 5", "= 200"))
     refused = CliRunner().invoke(cli, words)
-    assert refused.exit_code != 0 and "may take 340 s" in str(refused.exception)
+    assert refused.exit_code != 0 and "may take 325 s" in str(refused.exception)

@@ -129,7 +129,10 @@ def test_nf4_of_rows_that_are_no_whole_blocks_is_refused_on_a_processor(tiny_mod
     weight = torch.linspace(-1.0, 1.0, 64 * 32).reshape(64, 32)
     naive = dequantize_4bit(*quantize_4bit(weight, quant_type="nf4"))
     right = dequantize_4bit(*quantize_4bit(weight.reshape(32, 64), quant_type="nf4")).reshape(64, 32)
-    assert float((right - weight).abs().max()) < 0.16 < float((naive - weight).abs().max())
+    is_wrong = float((naive - weight).abs().max()) > 0.16
+    # Its kernels for AVX-512 do that; a run may go on on another processor, so it is refused on all of them.
+    assert float((right - weight).abs().max()) < 0.16
+    assert is_wrong or "avx512_bf16" not in Path("/proc/cpuinfo").read_text()
     with pytest.raises(ConfigError, match="it has 32 inputs, no multiple of 64"):
         load(tiny_model, NF4)
 

@@ -152,7 +152,9 @@ import sys
 from pathlib import Path
 from hotlap.export import serve
 plan = serve.Plan("mine", Path("m"), port=int(sys.argv[1]))
-serve.run([sys.executable, *sys.argv[2:]], plan, float(60), lambda: print("ready", flush=True), print)
+def say(text):
+    print(text, flush=True)
+serve.run([sys.executable, *sys.argv[2:]], plan, float(60), lambda: say("ready"), say)
 """
 
 

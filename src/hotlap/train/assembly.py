@@ -12,7 +12,6 @@ from hotlap.errors import AuditFailed, ConfigError
 from hotlap.train import attention, model, optim
 from hotlap.train.context import Context
 from hotlap.train.kernels import use_kernels
-from hotlap.train.lean import whole_torch
 from hotlap.train.opening import OpenedRun
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -53,7 +52,6 @@ def _choose_attention(adapted: model.AdaptedModel, precision: str, context: Cont
     wanted = context.config.slice.attention_kernel
     kernel, why = attention.kernel_here(wanted, precision, adapted.device)
     if kernel != "mask":
-        whole_torch()  # flex attention is compiled
         try:
             adapted.use_kernel(kernel)
         except ConfigError as error:

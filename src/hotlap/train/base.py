@@ -9,7 +9,6 @@ import torch
 from hotlap.config import ModelConfig
 from hotlap.errors import ConfigError
 from hotlap.train import direct, probe
-from hotlap.train.lean import whole_torch
 
 _BLOCK = 64
 
@@ -82,7 +81,6 @@ def _from_pretrained(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    whole_torch()
     logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True, **options)
 

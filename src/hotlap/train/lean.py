@@ -5,9 +5,8 @@ While they are imported, optional packages are as if not installed, and torch as
 they allow for; the compiler's decorators, which say how to compile a function, are left off. Afterwards everything can
 be imported as ever.
 
-torch itself comes without its kernels for tensors that have no values, a quarter of its import; `whole_torch` brings
-them for what needs them. And transformers looks through the source of its 1,600 model files for the names in them
-whenever it is imported; what it found is kept in `$HOTLAP_HOME/cache/`, by its version and the time of its last change.
+And transformers looks through the source of its 1,600 model files for the names in them whenever it is imported; what
+it found is kept in `$HOTLAP_HOME/cache/`, by its version and the time of its last change.
 """
 
 import importlib
@@ -32,9 +31,8 @@ TRIED_VERSIONS = {"torch": ("2.13.",), "transformers": ("5.24.",), "peft": ("0.2
 
 _DYNAMO = "torch._dynamo"
 _WRAPPED = f"{_DYNAMO}._trace_wrapped_higher_order_op"
-_SHAPES_ONLY = "torch._meta_registrations"
-_OPTIONAL = ("bitsandbytes", "boto3", "scipy", "PIL")
-"""What PEFT, accelerate, a loss for object detection and images are imported with, where they are installed."""
+_OPTIONAL = ("bitsandbytes", "boto3", "scipy")
+"""What PEFT, accelerate and a loss for object detection import, where they are installed."""
 
 
 def is_tried() -> bool:
@@ -44,30 +42,12 @@ def is_tried() -> bool:
     )
 
 
-def import_torch() -> None:
-    """Import torch, without its kernels for tensors that have no values if the version is one we know."""
-    if "torch" in sys.modules or not is_tried():
-        importlib.import_module("torch")
-        return
-    sys.modules[_SHAPES_ONLY] = ModuleType(_SHAPES_ONLY)
-    try:
-        importlib.import_module("torch")
-    finally:
-        sys.modules.pop(_SHAPES_ONLY)
-
-
-def whole_torch() -> None:
-    """Bring what `import_torch` left out: for models on the meta device, and for the compiler."""
-    importlib.import_module(_SHAPES_ONLY)
-
-
 @contextmanager
 def lean_imports() -> Generator[None]:
     """Within it, imports of transformers and PEFT are lean; nothing changes where they, or the compiler, are there."""
     if "transformers.modeling_utils" in sys.modules or _DYNAMO in sys.modules or not is_tried():
         yield
         return
-    import_torch()
     import torch
 
     stand_ins = {_DYNAMO: _compiler(), _WRAPPED: _wrapped(), "transformers.models": _package("transformers", "models")}

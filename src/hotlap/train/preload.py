@@ -5,10 +5,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-
-from hotlap.train.lean import import_torch
 
 
 class Preload:
@@ -18,11 +15,10 @@ class Preload:
         self._importing: threading.Thread | None = None
         self._error: ImportError | None = None
 
-    def start(self, is_lean: bool) -> None:
-        """Begin to import torch, all of it or what a slice needs. The tokenizer's libraries, which the data may need at
-        the same time, do not use it; more than torch would have two threads in one package's circular imports."""
-        bring = import_torch if is_lean else lambda: importlib.import_module("torch")
-        self._importing = threading.Thread(target=self._import, args=(bring,), name="importing", daemon=True)
+    def start(self) -> None:
+        """Begin to import torch. The tokenizer's libraries, which the data may need at the same time, do not use it;
+        more than torch would have two threads in the circular imports of one package."""
+        self._importing = threading.Thread(target=self._import, name="importing", daemon=True)
         self._importing.start()
 
     def read_ahead(self, model_folder: Path) -> None:
@@ -41,9 +37,9 @@ class Preload:
         if self._error is not None:
             raise self._error
 
-    def _import(self, bring: Callable[[], object]) -> None:
+    def _import(self) -> None:
         try:
-            bring()
+            importlib.import_module("torch")
         except ImportError as error:
             self._error = error
 

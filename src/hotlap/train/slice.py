@@ -107,7 +107,7 @@ def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dic
             from hotlap.train.opening import open_run
 
             if context.config.techniques.overlap:
-                context.preload.start(_is_lean(context.config))
+                context.preload.start()
             opened = open_run(run, context, lock.require)
         with context.timeline.phase("imports"):
             context.preload.finish()
