@@ -159,8 +159,8 @@ def test_the_reaper_finds_every_page_and_ends_what_is_past_its_time(
         provider.create(OFFER, tags, Start(SLEEP, image="image"))
     assert len(provider.machines().machines) == 5
     for sandbox in list(modal_cloud.sandboxes.values())[:3]:
-        sandbox.created_at_s -= 20.0
-        sandbox.tags["HOTLAP_NOT_AFTER"] = str(int(sandbox.created_at_s) + 10)
+        born_s = int(sandbox.created_at_s) - 20
+        sandbox.tags |= {"HOTLAP_CREATED": str(born_s), "HOTLAP_NOT_AFTER": str(born_s + 10)}
     report = Reaper(provider, None, CloudConfig(), "me").reap(Patience(60.0, clock.monotonic_s, clock.sleep_s))
     assert report.is_clean and len(report.doomed) == 3
     assert len(modal_cloud.alive()) == 2
