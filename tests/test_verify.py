@@ -43,6 +43,12 @@ def contest(tmp_path: Path) -> Path:
     return micro_contest(tmp_path / "contest")
 
 
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submissions that import nothing need no warm libraries."""
+    monkeypatch.setattr(verify, "warm_libraries", no_talk)
+
+
 PUBLIC_TRAIN = """
 import argparse
 import hashlib
@@ -185,6 +191,7 @@ REASONS = [
 ]
 
 
+@pytest.mark.usefixtures("warm")
 def test_what_fails_a_submission(contest: Path) -> None:
     """One misdeed a run: the seed, which the test draws, says which."""
     folder = written_submission(contest, writing(MISDEEDS))
@@ -231,6 +238,7 @@ def test_runs_of_other_code_do_not_count(contest: Path, tmp_path: Path) -> None:
         verify.measure(edited, micro(contest), 2, out, sources(), no_talk)
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_run_sees_the_public_layout_and_no_test_rows(contest: Path) -> None:
     code = writing(
         "found = sorted(os.path.join(top, name) for top, _, names in os.walk('/cache') for name in names)\n"
@@ -282,6 +290,7 @@ def cutting(contest: Path, num_calls: int) -> Callable[[], int]:
     return seed
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_verification_that_was_cut_goes_on_with_the_seeds_it_drew(contest: Path) -> None:
     folder = written_submission(contest, "raise SystemExit(4)\n")
     with pytest.raises(KeyboardInterrupt):
@@ -331,6 +340,7 @@ def test_one_verification_at_a_time_on_a_machine(contest: Path, home: Path) -> N
     assert not (contest / "records").exists()
 
 
+@pytest.mark.usefixtures("warm")
 def test_code_that_changes_while_it_is_verified_is_refused(contest: Path) -> None:
     """The second seed is drawn after the first run; whoever edits then would have two codes in one report."""
     folder = written_submission(contest, "raise SystemExit(4)\n")
