@@ -88,6 +88,7 @@ def test_a_run_that_diverges_is_a_status(order: dict[str, object]) -> None:
     assert "val_search_nats_per_byte" not in result
 
 
+@pytest.mark.torch
 def test_an_example_that_is_trained_and_held_out_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     train, held_out = write_jsonl(tmp_path / "train.jsonl", rows(8)), write_jsonl(tmp_path / "held.jsonl", rows(2, 7))
     config = RunConfig.model_validate({"base_model": "m", "dataset": "d", "data": {"eval_dataset": "h", "seq_len": 64}})

@@ -109,6 +109,7 @@ def test_gp1_proposes_the_same_from_the_same_history() -> None:
     assert first == proposer.propose(history, noise, random.Random(2))
 
 
+@pytest.mark.long
 def test_gp1_beats_random1_on_the_bowl() -> None:
     """Regret after 60 runs, mean of 12 bowls; benchmarks/search.py measures it well."""
     regrets = {
