@@ -245,17 +245,17 @@ def test_history_runs_and_forecast(ledger: Ledger) -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 400), st.booleans()), max_size=12))
 def test_sums_are_those_of_the_leases(steps: list[tuple[int, float, bool]]) -> None:
     """Running totals and leases never disagree, however holds, settlements and releases follow one another."""
-    sums_follow_leases(Ledger(CloudConfig(limits=MANY), "sqlite://"), steps)
+    assert_sums_follow_leases(Ledger(CloudConfig(limits=MANY), "sqlite://"), steps)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sums_are_those_of_the_leases_on_a_server(seed: int, postgres: Server) -> None:
     chance = random.Random(seed)
     steps = [(chance.randrange(6), 400 * chance.random(), chance.random() < 0.5) for _ in range(12)]
-    sums_follow_leases(Ledger(CloudConfig(limits=MANY), postgres.make_url()), steps)
+    assert_sums_follow_leases(Ledger(CloudConfig(limits=MANY), postgres.make_url()), steps)
 
 
-def sums_follow_leases(ledger: Ledger, steps: Sequence[tuple[int, float, bool]]) -> None:
+def assert_sums_follow_leases(ledger: Ledger, steps: Sequence[tuple[int, float, bool]]) -> None:
     for number, (which, seconds, is_release) in enumerate(steps):
         try:
             ledger.hold(make_lease(str(number)))
