@@ -21,6 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {},
     "4 rows": {"train": {"micro_batch_rows": 4}},
     "4 rows, recomputed": {"train": {"micro_batch_rows": 4}, "slice": {"gradient_checkpointing": True}},
+    "prepacked": {"techniques": {"prepacked_weights": True}},
     "rank 64": {"lora": {"rank": 64}},
     "dora": {"lora": {"rank": 16, "dora": True}},
     "nf4": {"model": {"precision": "float32", "quantization": "nf4"}},

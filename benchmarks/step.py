@@ -18,13 +18,16 @@ from hotlap.child import with_waiting_threads
 
 RESULT = Path(__file__).parent / "results" / "step.json"
 SEQ_LEN = 256
+MASK = "plain, by a mask"
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
+    MASK: {},
     "chunked_loss": {"chunked_loss": True},
     "fused_projections": {"fused_projections": True},
-    "both": {"chunked_loss": True, "fused_projections": True},
+    "prepacked_weights": {"prepacked_weights": True},
+    "all three": {"chunked_loss": True, "fused_projections": True, "prepacked_weights": True},
 }
-LAST = "both, six targets"
+LAST = "all three, six targets"
 SIX = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")
 
 
@@ -49,8 +52,10 @@ def main() -> None:
 
     def adapted_for(name: str) -> Any:
         lora = LoraConfig(target_modules=SIX) if name == LAST else LoraConfig()
-        techniques = TechniquesConfig(**WAYS.get(name, WAYS["both"]))
+        techniques = TechniquesConfig(**WAYS.get(name, WAYS["all three"]))
         made = model.attach_lora(model.load_base(arguments.model), lora, 0, "base", techniques=techniques)
+        if name != MASK:
+            made.use_kernel("examples")
         made.peft_model.train()
         return made
 

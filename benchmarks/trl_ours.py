@@ -28,7 +28,7 @@ def main() -> None:
     import torch  # noqa: F401  (lean imports are made around it)
 
     with lean_imports():
-        from hotlap.train import model, optim
+        from hotlap.train import attention, model, optim
         from hotlap.train.machine import use_threads
     use_threads(order["num_threads"])
     base = model.load_base(Path(order["model"]), config.model)
@@ -40,6 +40,7 @@ def main() -> None:
         (folder / model.ADAPTER_CONFIG_FILE).write_bytes(adapted.adapter_config_json())
         return
     model.load_parameters(adapted.saved, model.load_tensors(folder / model.ADAPTER_FILE), folder)
+    adapted.use_kernel(attention.kernel_here("auto", "float32", adapted.device)[0])
     print(json.dumps(steps(adapted, optim.build(adapted.parameters, config.optim), config, order)))
 
 

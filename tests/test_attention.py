@@ -1,7 +1,7 @@
 """Kernels in place of a mask: the same losses and gradients, and none that lets examples of a row see each other.
 
-No CUDA device is here, so attention functions are registered with transformers that compute on a processor what the
-kernels promise: from what they are handed, and from that alone.
+No CUDA device is here, so in FlashAttention's place attention functions are registered with transformers that compute
+on a processor what the kernel promises: from what they are handed, and from that alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from families import make_family
 from fixtures_data import f4_conversations, write_byte_tokenizer, write_jsonl
 from tiny import tiny_config
 
@@ -126,19 +127,59 @@ def require_same(one: tuple[float, dict[str, Any]], other: tuple[float, dict[str
         torch.testing.assert_close(other[1][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
 
 
+@pytest.mark.parametrize("kernel", ["flash", "examples"])
 def test_b15_a_kernel_for_varying_lengths_gives_the_mask_s_loss_and_gradients(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
     ours, data = adapted(folder), packed(tmp_path)
     by_mask, is_open = loss_of(ours, data), loss_of(ours, data, is_open=True)
     assert (data.segments_NT == 0).any() and data.segments_NT.max() > 1  # rows with padding, of several examples
-    register(monkeypatch, loops)
-    ours.use_kernel("flash")
+    if kernel == "flash":
+        register(monkeypatch, loops)
+    ours.use_kernel(kernel)
     require_same(by_mask, loss_of(ours, data))
     require_same(is_open, loss_of(ours, data, is_open=True))
     assert abs(by_mask[0] - is_open[0]) > 1e-4
     ours.peft_model.train()  # noise is made by the length of the example, and of the flat rows' shape
     assert np.isfinite(loss_in_this_mode(ours, data))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "gemma4"])
+def test_each_family_attends_in_each_example_by_itself_as_by_a_mask(family: str, tmp_path: Path) -> None:
+    """Fewer keys than queries, windows in some layers, layers that share keys."""
+    ours, data = adapted(make_family(tmp_path / family, family)), packed(tmp_path)
+    by_mask = loss_of(ours, data)
+    ours.use_kernel("examples")
+    require_same(by_mask, loss_of(ours, data))
+
+
+def test_answers_are_made_as_by_a_mask(tiny_model: Path) -> None:
+    """Padded on the left, with a cache: no examples are told then."""
+    import torch
+
+    ours = adapted(tiny_model)
+    ours.peft_model.eval()
+    tokens = torch.arange(40, 60).reshape(2, 10)
+    is_token = torch.ones_like(tokens)
+    is_token[1, :4] = 0
+    given: Any = {"input_ids": tokens, "attention_mask": is_token, "max_new_tokens": 8, "do_sample": False}
+    with torch.inference_mode():
+        by_mask = ours.peft_model.generate(**given, pad_token_id=256).tolist()
+        ours.use_kernel("examples")
+        assert ours.peft_model.generate(**given, pad_token_id=256).tolist() == by_mask
+
+
+def test_a_layer_that_bends_its_scores_keeps_the_mask(tmp_path: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    Gemma2ForCausalLM(Gemma2Config(**sizes, **heads)).save_pretrained(tmp_path / "gemma2")
+    ours, data = adapted(tmp_path / "gemma2"), packed(tmp_path)
+    by_mask = loss_of(ours, data)
+    with pytest.raises(ConfigError, match=r"'examples' does not work here: its layers attend with softcap"):
+        ours.use_kernel("examples")
+    assert loss_of(ours, data)[0] == by_mask[0]
 
 
 def loss_in_this_mode(adapted: Any, data: PackedDataset) -> float:
@@ -198,7 +239,9 @@ def test_flex_attention_gives_the_mask_s_loss(folder: Path, tmp_path: Path, monk
         ("auto", "cuda", "bfloat16", True, "flash"),
         ("auto", "cuda", "bfloat16", False, "mask"),
         ("auto", "cuda", "float32", True, "mask"),
-        ("auto", "cpu", "bfloat16", True, "mask"),
+        ("auto", "cpu", "bfloat16", True, "examples"),
+        ("examples", "cpu", "float32", False, "examples"),
+        ("examples", "cuda", "float32", False, "examples"),
         ("mask", "cuda", "bfloat16", True, "mask"),
         ("flash", "cuda", "float16", True, "flash"),
         ("flash", "cuda", "float16", False, "no flash-attn package"),

@@ -349,6 +349,7 @@ OTHER_VALUES: dict[str, Any] = {
     "techniques.chunked_loss": True,
     "techniques.adapter_precision": "model",
     "techniques.fused_projections": True,
+    "techniques.prepacked_weights": True,
     "techniques.staged": {"after_step": 8, "tail_passes": 2},
     "techniques.integrated_lr": 0.01,
     "techniques.kernels": True,
@@ -512,6 +513,7 @@ def test_a_home_that_cannot_be_written_says_so(home: Path, monkeypatch: pytest.M
     ("section", "key", "value", "technique"),
     [
         ("model", "quantization", "nf4", {"fused_projections": True}),
+        ("model", "quantization", "nf4", {"prepacked_weights": True}),
         ("lora", "dora", True, {"fused_projections": True}),
         ("lora", "dropout", 0.1, {"fused_projections": True}),
         ("lora", "dropout", 0.1, {"staged": {"after_step": 3}}),

@@ -145,23 +145,90 @@ def test_a_fused_model_gives_the_same_answer(tiny_model: Path) -> None:
     assert answers[0] == answers[1]
 
 
+# --- prepacked weights ---
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "gemma4"])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_prepacked_weights_give_the_plain_loss_and_gradients(tmp_path: Path, family: str, is_fused: bool) -> None:
+    from hotlap.train import model
+    from hotlap.train.prepacked import Product
+
+    folder = make_family(tmp_path, family)
+    plain_way = model.attach_lora(model.load_base(folder), LoraConfig(rank=4), 0, "b")
+    both = TechniquesConfig(prepacked_weights=True, fused_projections=is_fused)
+    packed = model.attach_lora(model.load_base(folder), LoraConfig(rank=4), 0, "b", techniques=both)
+    calls: list[int] = []
+    before = Product.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Product, "__call__", lambda self, rows: calls.append(1) or before(self, rows))
+        moved(plain_way)
+        moved(packed)
+        (plain, expected), (found_loss, found) = loss_and_gradients(plain_way), loss_and_gradients(packed)
+    assert found_loss == pytest.approx(plain, rel=1e-5)
+    require_close(found, expected)
+    # Every frozen matrix of the decoder, and the head, once: joined ones count as one.
+    assert len(calls) == num_products(plain_way, is_fused)
+
+
+def num_products(adapted: Any, is_fused: bool) -> int:
+    import torch
+
+    from hotlap.train.fused import _groups_of
+
+    decoder = adapted.peft_model.get_base_model().get_decoder()
+    frozen = [
+        module
+        for module in decoder.modules()
+        if type(module) is torch.nn.Linear and not any(each.requires_grad for each in module.parameters())
+    ]
+    saved = sum(len(modules) - 1 for modules in _groups_of(decoder)) if is_fused else 0
+    return len(frozen) - saved + 1
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_that_trains_is_left_as_it_is(tmp_path: Path, name: str) -> None:
+    from hotlap.train import model
+
+    settings = dict(HEADS[name])
+    new_rows = settings.pop("new_rows", None)
+    found: list[tuple[float, dict[str, Any]]] = []
+    for techniques in (TechniquesConfig(), TechniquesConfig(prepacked_weights=True, chunked_loss=True)):
+        base = model.load_base(make_tiny_model(tmp_path / "m", tied="lora" not in name))
+        adapted = model.attach_lora(base, LoraConfig(rank=4, **settings), 0, "b", None, new_rows, techniques)
+        found.append(loss_and_gradients(adapted))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    require_close(found[1][1], found[0][1])
+
+
+def test_weights_that_oneDNN_cannot_take_are_told(zygote: Zygote, tiny_model: Path, f3: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"train__max_steps": 1, "model__precision": "bfloat16"}
+    config = tiny_config(tiny_model, f3, tmp_path / "runs", techniques={"prepacked_weights": True}, **changes)
+    process = zygote.run(config)
+    assert process.status == 0, process.talk()
+    assert "techniques.prepacked_weights: its layouts are for float32 numbers; goes on without." in process.talk()
+
+
 # --- every pair, in runs ---
 
 PAIRED: dict[str, dict[str, Any]] = {
     "chunked": {"chunked_loss": True},
     "16 bits": {"adapter_precision": "model"},
     "fused": {"fused_projections": True},
+    "prepacked": {"prepacked_weights": True},
     "staged": {"staged": {"after_step": 4, "tail_passes": 2, "lr": 5e-3}},
     "integrated": {"integrated_lr": 0.05},
 }
 COMBINATIONS = [
     ("chunked", "16 bits", "fused", "staged", "integrated"),
     ("chunked", "integrated"),
+    ("chunked", "prepacked"),
     ("16 bits", "staged"),
     ("chunked", "16 bits", "fused"),
-    ("fused", "staged", "integrated"),
+    ("fused", "prepacked", "staged", "integrated"),
 ]
-"""With the plain run of `test_switches.py`, every two switches are met in all four ways."""
+"""With the plain run of `test_switches.py`, every two switches are met in all four ways; but prepacking is for 32 bits
+only."""
 
 
 @functools.cache

@@ -87,10 +87,10 @@ class SliceConfig(Config):
     """Compute a layer's activations again in the backward pass instead of keeping them: less memory, more time, the
     same result. May be changed from slice to slice."""
 
-    attention_kernel: Literal["auto", "mask", "flash", "flex"] = "auto"
+    attention_kernel: Literal["auto", "mask", "examples", "flash", "flex"] = "auto"
     """What keeps the examples of a row apart. `auto` is FlashAttention on a CUDA device with the `flash-attn` package
-    and 16-bit numbers, else a mask. `flex` is torch's own, on CUDA. They differ in rounding; may be changed from slice
-    to slice."""
+    and 16-bit numbers, else a mask there; on a processor it is `examples`, attention in each example by itself. `flex`
+    is torch's own, on CUDA. They differ in rounding; may be changed from slice to slice."""
 
     @property
     def cap_s(self) -> float:

@@ -41,6 +41,10 @@ class TechniquesConfig(Config):
     fused_projections: bool = False
     """One product for queries, keys and values, and one for gate and up, in the base and in LoRA's A."""
 
+    prepacked_weights: bool = False
+    """On a processor, multiply by the base model's float32 weights through oneDNN, laid out for it once. Takes twice
+    the memory of these weights more."""
+
     staged: StagedConfig | None = None
     """Train only the top layers after some step. Absent: all layers to the end."""
 
@@ -71,6 +75,10 @@ class TechniquesConfig(Config):
         """Why these techniques do not go with the other settings, in words, or None."""
         if self.fused_projections and model.quantization is not None:
             return "techniques.fused_projections joins weights, which model.quantization has packed; take one"
+        if self.prepacked_weights and model.quantization is not None:
+            return (
+                "techniques.prepacked_weights lays out plain weights, and model.quantization has packed them; take one"
+            )
         if self.fused_projections and (lora.dora or lora.dropout):
             return "techniques.fused_projections needs one input for all, so neither lora.dora nor lora.dropout"
         if self.staged is not None and (lora.dropout or neftune_alpha is not None):
@@ -86,6 +94,7 @@ _LEARNED = (
     "chunked_loss",
     "adapter_precision",
     "fused_projections",
+    "prepacked_weights",
     "staged",
     "integrated_lr",
     "kernels",

@@ -9,7 +9,7 @@ import torch
 from hotlap import artifacts
 from hotlap.data.render import Renderer
 from hotlap.errors import AuditFailed, ConfigError
-from hotlap.train import attention, model, optim
+from hotlap.train import attention, model, optim, prepacked
 from hotlap.train.context import Context
 from hotlap.train.kernels import use_kernels
 from hotlap.train.opening import OpenedRun
@@ -36,9 +36,13 @@ def assemble(opened: OpenedRun, context: Context) -> tuple[model.AdaptedModel, t
         )
     if config.techniques.kernels:
         use_kernels(base, context.say)
+    techniques = config.techniques
+    if techniques.prepacked_weights and (reason := prepacked.why_not(base)):
+        context.say(f"techniques.prepacked_weights: {reason}; goes on without.")
+        techniques = techniques.model_copy(update={"prepacked_weights": False})
     name = artifacts.base_name(config.base_model, opened.model_folder)
     adapted = model.attach_lora(
-        base, config.lora, identity.seed, name, config.train.neftune_alpha, new_rows, config.techniques
+        base, config.lora, identity.seed, name, config.train.neftune_alpha, new_rows, techniques
     )
     if config.lora.init_from is not None:
         _warm_start(adapted, Path(config.lora.init_from))

@@ -1,24 +1,32 @@
 """How packed examples are kept apart: a mask, or a kernel that knows where examples begin.
 
-A mask `[B, 1, T, T]` serves everywhere. On CUDA, FlashAttention takes the examples of all rows one behind another,
-with no padding between them, and computes nothing across their ends; flex attention skips blocks of the mask. Both come
-with transformers and torch; what is ours is the layout, and a check that examples are apart before a step is made.
+A mask `[B, 1, T, T]` serves everywhere. Two kernels take the examples of all rows one behind another, with no padding
+between them, and compute nothing across their ends: FlashAttention on CUDA, and torch's attention called for each
+example by itself elsewhere. Flex attention skips blocks of the mask. All come with transformers and torch; what is ours
+is the layout, and a check that examples are apart before a step is made.
 """
 
-# B rows, T positions, N tokens of all rows that are no padding, E examples, D model width
+# B rows, T positions, N tokens of all rows that are no padding, E examples, H heads, D model or head width
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from hotlap.errors import ConfigError
 
-IMPLEMENTATIONS = {"flash": "flash_attention_2", "flex": "flex_attention"}
+IMPLEMENTATIONS = {"flash": "flash_attention_2", "flex": "flex_attention", "examples": "hotlap_examples"}
 """What transformers calls them."""
+
+FLAT = ("flash", "examples")
+"""Those that are handed a `Flat`."""
 
 
 def choose_kernel(wanted: str, device: str, precision: str, is_flash_here: bool) -> tuple[str, str | None]:
@@ -34,7 +42,7 @@ def choose_kernel(wanted: str, device: str, precision: str, is_flash_here: bool)
         else None
     )  # fmt: skip
     if wanted == "auto" and device != "cuda":
-        return "mask", None
+        return "examples", None
     if wanted == "auto":
         kernel = "mask" if missing else "flash"
         why = f"FlashAttention has {missing} here" if missing else "the flash-attn package is here"
@@ -50,7 +58,12 @@ def choose_kernel(wanted: str, device: str, precision: str, is_flash_here: bool)
     return wanted, f"Attention between packed examples is blocked by {_WORDS[wanted]}, as slice.attention_kernel says."
 
 
-_WORDS = {"mask": "an explicit mask", "flash": "FlashAttention", "flex": "flex attention"}
+_WORDS = {
+    "mask": "an explicit mask",
+    "flash": "FlashAttention",
+    "flex": "flex attention",
+    "examples": "attending in each by itself",
+}
 
 
 def kernel_here(wanted: str, precision: str, device: torch.device) -> tuple[str, str | None]:
@@ -73,12 +86,13 @@ class Flat:
         lengths_E = self.ends_E.diff()
         return lengths_E.repeat_interleave(lengths_E)[None]
 
-    @property
-    def kernel_arguments(self) -> dict[str, Any]:
+    def arguments_for(self, kernel: str) -> dict[str, Any]:
         """What transformers hands to the kernel. Asking for determinism is part of a run's promise to repeat."""
         longest = int(self.ends_E.diff().max())
         both = {f"cu_seq_lens_{side}": self.ends_E for side in "qk"} | {f"max_length_{side}": longest for side in "qk"}
-        return {**both, "attention_mask": None, "position_ids": self.positions_1N, "deterministic": True}
+        # Of a mask with four dimensions transformers takes it that it is ready; without one it would make its own.
+        mask = None if kernel == "flash" else torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        return {**both, "attention_mask": mask, "position_ids": self.positions_1N, "deterministic": True}
 
     def gathered(self, values_BT: torch.Tensor) -> torch.Tensor:
         return values_BT[self.is_token_BT][None]
@@ -96,6 +110,53 @@ def flatten(segments_BT: torch.Tensor, positions_BT: torch.Tensor) -> Flat:
     begins = (positions_N == 0).nonzero()[:, 0]
     ends_E = torch.cat([begins, begins.new_tensor([len(positions_N)])]).to(torch.int32)
     return Flat(is_token_BT, positions_N[None], ends_E)
+
+
+def attend_by_example(
+    module: torch.nn.Module,
+    query_1HND: torch.Tensor,
+    key_1HND: torch.Tensor,
+    value_1HND: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **given: Any,
+) -> tuple[torch.Tensor, None]:
+    """`[1, N, H, D]`: what each token sees of its own example. Keys and values may have fewer heads than queries.
+
+    Without examples (an answer is being made) it is transformers' own way.
+
+    Raises:
+        ValueError: the layer attends in a way that torch's function has not.
+    """
+    ends_E: torch.Tensor | None = given.get("cu_seq_lens_q")
+    if ends_E is None:
+        return sdpa_attention_forward(
+            module, query_1HND, key_1HND, value_1HND, mask, dropout, scaling, sliding_window=sliding_window, **given
+        )
+    if odd := [name for name in ("softcap", "s_aux", "position_bias") if given.get(name) is not None]:
+        raise ValueError(f"its layers attend with {odd[0]}")
+    lengths = ends_E.diff().tolist()
+    found: list[torch.Tensor] = []
+    for parts in zip(*(states.split(lengths, dim=2) for states in (query_1HND, key_1HND, value_1HND)), strict=True):
+        near = _near(parts[0].shape[2], sliding_window, parts[0].device)
+        out_1HED = F.scaled_dot_product_attention(
+            *parts, attn_mask=near, is_causal=near is None, dropout_p=dropout, scale=scaling, enable_gqa=True
+        )
+        found.append(out_1HED.transpose(1, 2))
+    return torch.cat(found, dim=1), None
+
+
+def _near(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """A mask for an example that is longer than the window, or None."""
+    if window is None or length <= window:
+        return None
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+
+
+AttentionInterface.register(IMPLEMENTATIONS["examples"], attend_by_example)
+AttentionMaskInterface.register(IMPLEMENTATIONS["examples"], sdpa_mask)
 
 
 def flex_mask(segments_BT: torch.Tensor, window: int | None = None) -> BlockMask:

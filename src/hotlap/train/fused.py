@@ -4,8 +4,9 @@ Every adapted module keeps its own A and B as parameters, under the names that P
 are computed changes. So checkpoints, optimizer state and the finished adapter are those of the plain model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 
 from hotlap.errors import ConfigError
+from hotlap.train.prepacked import Product
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules that their parent gives one input, in every decoder family that we support."""
@@ -34,10 +36,13 @@ class _Member:
 class _Group:
     """Linear modules of one input. Whichever is called first computes them all; the others find their part ready."""
 
-    def __init__(self, modules: list[Any]) -> None:
-        plain = [_plain_of(module) for module in modules]
-        self._members = [_member_of(module, linear) for module, linear in zip(modules, plain, strict=True)]
-        self._weight_OI, self._bias_O = _joined(plain)
+    def __init__(self, modules: list[Any], is_prepacked: bool) -> None:
+        self.plain = [_plain_of(module) for module in modules]
+        self._members = [_member_of(module, linear) for module, linear in zip(modules, self.plain, strict=True)]
+        weight_OI, bias_O = _joined(self.plain)
+        self._base: Callable[[torch.Tensor], torch.Tensor] = (
+            Product(weight_OI, bias_O) if is_prepacked else partial(F.linear, weight=weight_OI, bias=bias_O)
+        )
         self._input: torch.Tensor | None = None
         self._ready: dict[int, torch.Tensor] = {}
 
@@ -52,7 +57,7 @@ class _Group:
         return output
 
     def _outputs(self, input_BTI: torch.Tensor) -> Iterator[torch.Tensor]:
-        base_BTO = F.linear(input_BTI, self._weight_OI, self._bias_O)
+        base_BTO = self._base(input_BTI)
         bases = base_BTO.split([member.num_outputs for member in self._members], dim=-1)
         inner: list[torch.Tensor] = [member.inner for member in self._members if member.inner is not None]
         if not inner:
@@ -80,8 +85,9 @@ class _Output:
         return self._group.output(self._place, input_BTI)
 
 
-def fuse(model: PeftModel) -> None:
-    """Change how the decoder's linear modules are computed.
+def fuse(model: PeftModel, is_prepacked: bool = False) -> list[torch.nn.Module]:
+    """Change how the decoder's linear modules are computed. Returns those of the base that are: with `is_prepacked`,
+    their weights are laid out as `prepacked` does it.
 
     Raises:
         ConfigError: none of its layers has projections of one input by the names that we know.
@@ -93,10 +99,13 @@ def fuse(model: PeftModel) -> None:
             f"techniques.fused_projections: no layer of this model has {' and '.join(_TOGETHER[0])}, or "
             f"{' and '.join(_TOGETHER[1])}, as separate modules. Leave it out."
         )
+    computed: list[torch.nn.Module] = []
     for modules in groups:
-        group = _Group(modules)
+        group = _Group(modules, is_prepacked)
+        computed += group.plain
         for place, module in enumerate(modules):
             module.forward = _Output(group, place)
+    return computed
 
 
 def _groups_of(decoder: torch.nn.Module) -> Iterator[list[Any]]:

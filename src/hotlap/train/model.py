@@ -20,6 +20,7 @@ from hotlap.train.base import decoder_linears, is_linear, load_base
 from hotlap.train.fused import fuse
 from hotlap.train.loss import Head
 from hotlap.train.optim import Named
+from hotlap.train.prepacked import prepack
 
 __all__ = ["AdaptedModel", "attach_lora", "load_base"]
 
@@ -82,10 +83,10 @@ class AdaptedModel:
         """Last hidden states `[B, T, D]`. A token sees only earlier ones of its own example, and in layers with a
         sliding window no more than that of them; positions restart."""
         positions_BT = positions_of(segments_BT)
-        if self._kernel == "flash":
+        if self._kernel in attention.FLAT:
             flat = attention.flatten(segments_BT, positions_BT)
             self._lengths_BT = flat.lengths_1N
-            return flat.spread(self._decoded(flat.gathered(tokens_BT), flat.kernel_arguments))
+            return flat.spread(self._decoded(flat.gathered(tokens_BT), flat.arguments_for(self._kernel)))
         self._lengths_BT = (segments_BT[:, :, None] == segments_BT[:, None, :]).sum(dim=-1)
         mask = self._flex_mask(segments_BT) if self._kernel == "flex" else masks_of(segments_BT, self._window)
         return self._decoded(tokens_BT, {"attention_mask": mask, "position_ids": positions_BT})
@@ -214,8 +215,9 @@ def attach_lora(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(precision)
-    if techniques.fused_projections:
-        fuse(model)
+    done = fuse(model, techniques.prepacked_weights) if techniques.fused_projections else []
+    if techniques.prepacked_weights:
+        prepack(model, done)
     return AdaptedModel(model, neftune_alpha, techniques)
 
 
