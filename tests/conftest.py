@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from hotlap.testing.fake_modal import FakeModal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as slices have it; for torch in this process and its children
+# Looking for plugins of pydantic's reads the metadata of all that is installed, in each of some thousand processes.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
 gc.disable()
