@@ -206,7 +206,8 @@ def _locked(folder: Path) -> Iterator[str]:
 
 
 def _serve(folder: Path, listener: socket.socket, base: Path | None) -> None:
-    import peft  # noqa: F401
+    import peft
+    import peft.utils.transformers_weight_conversion
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -215,12 +216,15 @@ def _serve(folder: Path, listener: socket.socket, base: Path | None) -> None:
     import hotlap.train.loop
     import hotlap.train.model
     import hotlap.train.opening
+    import hotlap.train.slice
 
     sys.path.insert(0, str(TESTS))
     if base:
         torch.set_num_threads(1)
         model = hotlap.train.model.load_base(base)
         hotlap.train.model.load_base = lambda folder, *_: model
+    # The first one to ask has a thousand patterns compiled.
+    peft.utils.transformers_weight_conversion.get_checkpoint_conversion_mapping("llama")
     # What is imported is no garbage, and looking at it would have each slice copy the pages where it lies.
     gc.freeze()
     clients = _Clients(folder, listener)
