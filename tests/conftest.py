@@ -37,7 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of long tests come first, so that at the end no worker is left alone with one."""
     first: dict[Path, int] = {}
     for item in items:
-        weight = 0 if item.get_closest_marker("real") else 1 if item.get_closest_marker("long") else 2
+        marks = [item.get_closest_marker(name) is not None for name in ("real", "long", "torch")]
+        weight = [*marks, True].index(True)
         first[item.path] = min(first.get(item.path, weight), weight)
     items.sort(key=lambda item: first[item.path])
 
