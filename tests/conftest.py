@@ -72,9 +72,9 @@ def make_config(tiny_model: Path, f3: Path, tmp_path: Path) -> Callable[..., Run
 
 
 @pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+def zygote(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Zygote]:
     mine = tmp_path_factory.getbasetemp()
-    shared = mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
+    shared = mine.parent if hasattr(request.config, "workerinput") else mine  # a worker's folder lies in the run's
     zygote = Zygote(tmp_path_factory.mktemp("zygote"), shared=shared)
     yield zygote
     zygote.close()
