@@ -1,5 +1,6 @@
 """Fixtures of the whole suite. Every test has a HOTLAP_HOME of its own; the real model is fetched once a machine."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,13 +20,25 @@ if TYPE_CHECKING:
     from hotlap.testing.fake_modal import FakeModal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as slices have it; for torch in this process and its children
+# Looking for plugins of pydantic's reads the metadata of all that is installed, in each of some thousand processes.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+
+
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays to the end, and looking through it for garbage is a tenth of what collecting takes."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of long tests come first, so that at the end no worker is left alone with one."""
     first: dict[Path, int] = {}
     for item in items:
-        weight = 0 if item.get_closest_marker("real") else 1 if item.get_closest_marker("long") else 2
+        marks = [item.get_closest_marker(name) is not None for name in ("real", "long", "torch")]
+        weight = [*marks, True].index(True)
         first[item.path] = min(first.get(item.path, weight), weight)
     items.sort(key=lambda item: first[item.path])
 
@@ -59,8 +72,10 @@ def make_config(tiny_model: Path, f3: Path, tmp_path: Path) -> Callable[..., Run
 
 
 @pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    zygote = Zygote(tmp_path_factory.mktemp("zygote"))
+def zygote(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Zygote]:
+    mine = tmp_path_factory.getbasetemp()
+    shared = mine.parent if hasattr(request.config, "workerinput") else mine  # a worker's folder lies in the run's
+    zygote = Zygote(tmp_path_factory.mktemp("zygote"), shared=shared)
     yield zygote
     zygote.close()
 

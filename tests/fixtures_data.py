@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ def write_byte_tokenizer(
 ) -> Path:
     """F2: ids 0-255 are the bytes, then the special tokens, then unused ones up to `num_entries`."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(_byte_tokenizer(adds_begin, num_entries), encoding="utf-8")
+    _write_settings(folder, chat_template, bos="<begin>", eos="<end>", pad=pad_token)
+    return folder
+
+
+@cache
+def _byte_tokenizer(adds_begin: bool, num_entries: int) -> str:
     tokenizer = Tokenizer(
         models.BPE(vocab={character: byte for byte, character in byte_characters().items()}, merges=[])
     )
@@ -41,13 +49,16 @@ def write_byte_tokenizer(
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<begin> $A", pair="<begin> $A $B", special_tokens=[("<begin>", BEGIN)]
         )
-    save_tokenizer(folder, tokenizer, chat_template, bos="<begin>", eos="<end>", pad=pad_token)
-    return folder
+    return tokenizer.to_str(pretty=True)
 
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer, chat_template: str | None, **specials: str) -> None:
     """`specials`: texts by name, `bos`, `eos`, `pad`."""
     tokenizer.save(str(folder / "tokenizer.json"))
+    _write_settings(folder, chat_template, **specials)
+
+
+def _write_settings(folder: Path, chat_template: str | None, **specials: str) -> None:
     settings: dict[str, Any] = {f"{name}_token": text for name, text in specials.items()}
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

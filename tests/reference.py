@@ -101,7 +101,7 @@ def _configuration() -> str:
 
 
 def _tables(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    told = _docstrings(model)
+    told = docstrings(model)
     nested: list[tuple[str, type[BaseModel]]] = []
     rows: list[str] = []
     for name, field in model.model_fields.items():
@@ -130,7 +130,7 @@ def _models_in(field: FieldInfo) -> list[type[BaseModel]]:
     return found
 
 
-def _docstrings(model: type[BaseModel]) -> dict[str, str]:
+def docstrings(model: type[BaseModel]) -> dict[str, str]:
     """What stands below each field in the source."""
     found: dict[str, str] = {}
     for kind in reversed([each for each in model.__mro__ if issubclass(each, BaseModel) and each is not BaseModel]):

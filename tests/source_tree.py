@@ -1,7 +1,7 @@
 """The package's source as data: modules, imports, names in use, functions. Shared by test_layers.py and measure.py."""
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -22,10 +22,14 @@ class Module:
         return ast.parse(self.text, filename=self.file)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def aliases(self) -> dict[str, str]:
         """What each imported local name stands for, dotted. Imports anywhere in the module count."""
         names: dict[str, str] = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     top = alias.name.partition(".")[0]
@@ -78,19 +82,21 @@ class Import:
 @cache
 def imports_of(module: Module) -> list[Import]:
     """Every import, also inside functions and by name; those for type checkers only are left out."""
-    return list(_imports_in(module, module.tree, is_at_import_time=True))
+    found: list[Import] = []
+    _find_imports(module, module.tree, True, found)
+    return found
 
 
-def _imports_in(module: Module, node: ast.AST, is_at_import_time: bool) -> Iterator[Import]:
+def _find_imports(module: Module, node: ast.AST, is_at_import_time: bool, found: list[Import]) -> None:
     if isinstance(node, ast.If) and _is_type_checking(node.test):
-        children: Sequence[ast.AST] = node.orelse
+        children: Iterable[ast.AST] = node.orelse
     else:
-        children = list(ast.iter_child_nodes(node))
+        children = ast.iter_child_nodes(node)
     for target in _targets(module, node):
-        yield Import(module.name, target, node.lineno, is_at_import_time)  # type: ignore[attr-defined]
+        found.append(Import(module.name, target, node.lineno, is_at_import_time))  # type: ignore[attr-defined]
     inside = is_at_import_time and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     for child in children:
-        yield from _imports_in(module, child, inside)
+        _find_imports(module, child, inside, found)
 
 
 def _targets(module: Module, node: ast.AST) -> list[str]:
@@ -191,17 +197,19 @@ class Call:
         return self.node.args[position] if position < len(self.node.args) else None
 
 
-def calls_of(module: Module) -> Iterator[Call]:
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call):
-            yield Call(dotted(module, node.func), node)
+@cache
+def calls_of(module: Module) -> list[Call]:
+    return [Call(dotted(module, node.func), node) for node in module.nodes if isinstance(node, ast.Call)]
 
 
-def names_of(module: Module) -> Iterator[tuple[str, int]]:
+@cache
+def names_of(module: Module) -> list[tuple[str, int]]:
     """Every name read, called or not, with its line."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-            yield dotted(module, node), node.lineno
+    return [
+        (dotted(module, node), node.lineno)
+        for node in module.nodes
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
+    ]
 
 
 # --- functions ---

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
@@ -85,9 +86,10 @@ def test_every_setting_with_a_choice_says_what_it_does():
     """People read these; a plain number of the optimizer's own mathematics needs no words."""
     known = {"beta1", "beta2", "eps", "weight_decay"}
     for _, kind in SECTIONS:
+        told = reference.docstrings(kind)
         for name, info in kind.model_fields.items():
             is_section = isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
-            assert info.description or is_section or name in known, f"{kind.__name__}.{name}"
+            assert told.get(name) or is_section or name in known, f"{kind.__name__}.{name}"
 
 
 @pytest.mark.parametrize(

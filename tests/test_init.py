@@ -219,7 +219,7 @@ def test_what_is_not_carried_over_is_told_with_its_reason(line: str, reason: str
     [
         ("a: [", "neither YAML nor JSON"),
         ("a: " + "9" * 5000, "neither YAML nor JSON"),
-        ("a: " + "[" * 3000, "neither YAML nor JSON"),
+        ("- " * 3000, "neither YAML nor JSON"),
         ("- a", "holds no settings"),
         ("learning_rate: 1", "neither's"),
         ("base_model: m", "dataset: Field required"),

@@ -46,11 +46,11 @@ def learned(config: RunConfig) -> tuple[str, list[float]]:
     return durable.sha256_file(run.adapter / "adapter_model.safetensors"), losses
 
 
-def logits(model: Any, tokens_BT: Any) -> Any:
+def logits(model: Any, tokens_BT: Any, **settings: Any) -> Any:
     import torch
 
     with torch.inference_mode():
-        return model(input_ids=tokens_BT).logits.float()
+        return model(input_ids=tokens_BT, **settings).logits.float()
 
 
 def test_smollm2_in_4_bits(zygote: Zygote, smollm2: Path, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_gemma3_270m(zygote: Zygote, gemma3_270m: Path, tmp_path: Path) -> None:
     model.load_parameters(ours.saved, model.load_tensors(adapter / model.ADAPTER_FILE), adapter)
     ours.peft_model.eval()
     with torch.inference_mode():
-        ours_TV = ours.logits(ours.hidden(tokens_BT, torch.ones_like(tokens_BT)))[0, -50:]
+        ours_BTV = ours.logits(ours.hidden(tokens_BT, torch.ones_like(tokens_BT))[:, -50:])
     del ours
     stock = PeftModel.from_pretrained(base.load_base(gemma3_270m), adapter).eval()
-    torch.testing.assert_close(ours_TV, logits(stock, tokens_BT)[0, -50:], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours_BTV, logits(stock, tokens_BT, logits_to_keep=50), rtol=1e-3, atol=1e-3)

@@ -117,12 +117,12 @@ def test_records_show_every_regime_in_the_order_of_the_log() -> None:
 
 
 def test_many_points_are_thinned_without_losing_a_spike_and_the_file_has_all() -> None:
-    values: list[float | int | str | None] = [0.0] * 100_000
-    values[54_321] = 9.0
-    x, y = thinned(range(100_000), values)
-    assert len(x) <= 1200 and (54_321, 9.0) in list(zip(x, y, strict=True))
-    chart = Chart("c", "C", "step", "y", [Line("y", range(100_000), values)], "says")
-    assert len(chart.shown_rows()) == 400 and chart.csv().count("\n") == 100_001
+    values: list[float | int | str | None] = [0.0] * 20_000
+    values[14_321] = 9.0
+    x, y = thinned(range(20_000), values)
+    assert len(x) <= 1200 and (14_321, 9.0) in list(zip(x, y, strict=True))
+    chart = Chart("c", "C", "step", "y", [Line("y", range(20_000), values)], "says")
+    assert len(chart.shown_rows()) == 400 and chart.csv().count("\n") == 20_001
 
 
 def test_of_a_long_table_the_rest_is_there_for_who_opens_it() -> None:

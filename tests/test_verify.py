@@ -105,17 +105,18 @@ model.save_pretrained(args.output_dir)
 
 
 def test_a_whole_verification_of_a_public_submission(contest: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A `train.py` to the public contract, on a tiny stand-in under the public model's name: three trainings in
-    sandboxes, audited, scored on fresh rows, decided, recorded, replayed. PEFT's README.md is no offense."""
-    chosen = changed_track(contest, PUBLIC, "t1")
+    """A `train.py` to the public contract, on a tiny stand-in under the public model's name: two trainings, where that
+    is the first look, in sandboxes, audited, scored on fresh rows, decided, recorded, replayed. PEFT's README.md is no
+    offense."""
+    chosen = changed_track(contest, PUBLIC | {"looks = [3, 5]": "looks = [2, 5]"}, "t1")
     fields = {"track": "t1", "base_model": "Qwen/Qwen2.5-1.5B", "hyperparameters": {"rank": 16}}
     folder = written_submission(contest, PUBLIC_TRAIN, "001-ada", **fields, self_reported={"accuracies": [0.1]})
     asked: list[str] = []
-    report = verify.verify(contest, folder, chosen, 3, sources(asked), no_talk)
+    report = verify.verify(contest, folder, chosen, 2, sources(asked), no_talk)
     assert report["decision"]["verdict"] == "pass", report["decision"]
-    assert asked == ["seed", "entropy"] * 3
-    assert [run["seed"] for run in report["runs"]] == [11, 12, 13]
-    assert len({run["adapter_sha256"] for run in report["runs"]}) == 3
+    assert asked == ["seed", "entropy"] * 2
+    assert [run["seed"] for run in report["runs"]] == [11, 12]
+    assert len({run["adapter_sha256"] for run in report["runs"]}) == 2
     rank, width, inner = 16, 32, 64
     per_layer = 4 * rank * (width + width) + 3 * rank * (width + inner)
     (attempt,) = (records.folder_of(contest, chosen) / "attempts").iterdir()
@@ -150,7 +151,7 @@ def _check_what_is_left(
     assert "| 1 | " in (contest / "records" / "LEADERBOARD.md").read_text()
     assert path.with_suffix(".md").read_text().startswith("# 001-ada on track t1, version 1: pass")
     with pytest.raises(Refused, match="This code was verified"):
-        verify.verify(contest, folder, chosen, 3, sources(), no_talk)
+        verify.verify(contest, folder, chosen, 2, sources(), no_talk)
     predictions = path.parent / "run-2" / "predictions.jsonl"
     predictions.write_text(predictions.read_text().replace('"is_right": true', '"is_right": false', 1))
     with pytest.raises(CorruptFile, match="is not what run 2 was scored on"):

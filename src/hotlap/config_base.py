@@ -4,6 +4,4 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Config(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)

@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 import platform
-from contextlib import suppress
+from functools import cache
 
 import peft
 import torch
@@ -31,6 +31,22 @@ def versions() -> dict[str, str]:
         "peft": peft.__version__,
         "processor": torch.backends.cpu.get_cpu_capability(),
     }
-    with suppress(importlib.metadata.PackageNotFoundError):
-        found["bitsandbytes"] = importlib.metadata.version("bitsandbytes")
+    if (bitsandbytes := _version_of("bitsandbytes")) is not None:
+        found["bitsandbytes"] = bitsandbytes
     return found
+
+
+@cache
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def seed(number: int) -> None:
+    """As `torch.manual_seed`, for the devices that are in use. Torch's own also writes down the call stack three times
+    at every call, in case a device comes into use later; a slice's comes before its first step."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from hotlap.config import LoraConfig
 from hotlap.config_techniques import TechniquesConfig, chunk_positions
 from hotlap.errors import AuditFailed, ConfigError
-from hotlap.train import attention
+from hotlap.train import attention, machine
 from hotlap.train.base import decoder_linears, is_linear, load_base
 from hotlap.train.fused import fuse
 from hotlap.train.loss import Head
@@ -201,7 +201,7 @@ def attach_lora(
         task_type="CAUSAL_LM",
     )
     base.name_or_path = base_name  # type: ignore[assignment]  (where peft takes it from)
-    torch.manual_seed(seed)
+    machine.seed(seed)
     try:
         with warnings.catch_warnings():
             # peft 0.21 asks transformers 5.24 by a name that is going away; the user can do nothing about it.

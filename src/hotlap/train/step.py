@@ -12,7 +12,7 @@ import torch
 from hotlap.config import RunConfig
 from hotlap.data.packed import PackedDataset
 from hotlap.errors import AuditFailed, Diverged, NonFiniteLoss, OutOfMemory
-from hotlap.train import loss, optim
+from hotlap.train import loss, machine, optim
 from hotlap.train.model import AdaptedModel
 from hotlap.train.opening import OpenedRun
 from hotlap.train.staged import Stage
@@ -126,7 +126,7 @@ class Stepper:
 
         def attempt(num_rows: int) -> StepLoss:
             self._optimizer.zero_grad(set_to_none=True)
-            torch.manual_seed(step_seed(self._seed, step))
+            machine.seed(step_seed(self._seed, step))
             return self._accumulate(step, [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)])
 
         def halve(num_rows: int) -> None:
