@@ -1,6 +1,7 @@
 """The `hotlap` command: wiring and rendering. Every command imports what it needs when it runs."""
 
 import errno
+import importlib
 import json
 import os
 import sys
@@ -10,35 +11,45 @@ from typing import NoReturn
 import click
 
 import hotlap
-from hotlap.cli.budget import budget
-from hotlap.cli.dashboard import dashboard
-from hotlap.cli.demo import demo
-from hotlap.cli.doctor import doctor
-from hotlap.cli.export import export
-from hotlap.cli.generate import generate
-from hotlap.cli.init import init
-from hotlap.cli.launch import launch
-from hotlap.cli.machines import machines
-from hotlap.cli.prefetch import prefetch
-from hotlap.cli.preview import preview
-from hotlap.cli.push import push
-from hotlap.cli.reap import reap
-from hotlap.cli.report import report
-from hotlap.cli.research import research
-from hotlap.cli.runs import logs, runs, stop
-from hotlap.cli.serve import bench, serve
-from hotlap.cli.sink import sink
-from hotlap.cli.speedrun import speedrun
-from hotlap.cli.speedrun_compare import ablate, duel, transfer
-from hotlap.cli.train import train
-from hotlap.cli.volume import pull, volume
 from hotlap.errors import HotlapError, storage_failure
 
 # Errors that come from a path somebody gave us, when they were not met while writing (those are `StorageFailed`).
 _PATHS_OF_THE_USER = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+_MODULES = {
+    **{name: name for name in ("budget", "dashboard", "demo", "doctor", "export", "generate", "init", "launch")},
+    **{name: name for name in ("machines", "prefetch", "preview", "push", "reap", "report", "research", "runs")},
+    **{name: name for name in ("serve", "sink", "train", "volume")},
+    **{"bench": "serve", "logs": "runs", "pull": "volume", "speedrun": "speedrun_compare", "stop": "runs"},
+}
+"""Every command, and the module here that has it. Only the one that is asked for is imported: a rented machine has not
+all of them, and who asks for one does not wait for the others."""
+
+
+class _Commands(click.Group):
+    """Commands by name, each found when it is asked for."""
+
+    @property
+    def commands(self) -> dict[str, click.Command]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return {name: _command(name) for name in self.list_commands(None)}
+
+    @commands.setter
+    def commands(self, value: object) -> None:
+        """There are no others."""
+
+    def list_commands(self, ctx: click.Context | None) -> list[str]:
+        return sorted(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return _command(cmd_name) if cmd_name in _MODULES else None
+
+
+def _command(name: str) -> click.Command:
+    return getattr(importlib.import_module(f"hotlap.cli.{_MODULES[name]}"), name)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(hotlap.__version__)
 def cli() -> None:
     """Fine-tune small language models in laps: time-boxed slices that resume bit for bit.
@@ -47,31 +58,6 @@ def cli() -> None:
     Example:
       hotlap demo
     """
-
-
-_HERE = (
-    demo,
-    init,
-    doctor,
-    prefetch,
-    preview,
-    train,
-    runs,
-    logs,
-    stop,
-    generate,
-    report,
-    dashboard,
-    sink,
-    research,
-    speedrun,
-)
-_EXPORTS = (export, serve, bench, push)
-_RENTED = (launch, machines, reap, budget, volume, pull)
-for command in (*_HERE, *_EXPORTS, *_RENTED):
-    cli.add_command(command)
-for command in (duel, ablate, transfer):
-    speedrun.add_command(command)
 
 
 def main() -> NoReturn:
