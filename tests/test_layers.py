@@ -44,7 +44,7 @@ CORE = {
     "config": "config_base config_cloud config_data config_model config_techniques durable errors",
     "clock": "config errors",
     "checkpoint": "clock durable errors",
-    "child": "clock errors",
+    "child": "clock errors tether",
     "runs": "checkpoint clock config durable errors",
     "supervise": "child clock config durable errors runs",
     "hub": "clock config durable errors",

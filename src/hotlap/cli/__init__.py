@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator, MutableMapping
 from typing import NoReturn
 
 import click
@@ -21,35 +22,41 @@ _MODULES = {
     **{name: name for name in ("budget", "dashboard", "demo", "doctor", "export", "generate", "init", "launch")},
     **{name: name for name in ("machines", "prefetch", "preview", "push", "reap", "report", "research", "runs")},
     **{name: name for name in ("serve", "sink", "train", "volume")},
-    **{"bench": "serve", "logs": "runs", "pull": "volume", "speedrun": "speedrun_compare", "stop": "runs"},
+    "bench": "serve",
+    "logs": "runs",
+    "pull": "volume",
+    "speedrun": "speedrun_compare",
+    "stop": "runs",
 }
 """Every command, and the module here that has it. Only the one that is asked for is imported: a rented machine has not
 all of them, and who asks for one does not wait for the others."""
 
 
-class _Commands(click.Group):
+class _Commands(MutableMapping[str, click.Command]):
     """Commands by name, each found when it is asked for."""
 
-    @property
-    def commands(self) -> dict[str, click.Command]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return {name: _command(name) for name in self.list_commands(None)}
+    def __init__(self) -> None:
+        self._found: dict[str, click.Command] = {}
 
-    @commands.setter
-    def commands(self, value: object) -> None:
-        """There are no others."""
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in self._found:
+            self._found[name] = getattr(importlib.import_module(f"hotlap.cli.{_MODULES[name]}"), name)
+        return self._found[name]
 
-    def list_commands(self, ctx: click.Context | None) -> list[str]:
-        return sorted(_MODULES)
+    def __setitem__(self, name: str, command: click.Command) -> None:
+        self._found[name] = command
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return _command(cmd_name) if cmd_name in _MODULES else None
+    def __delitem__(self, name: str) -> None:
+        del self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_MODULES)
+
+    def __len__(self) -> int:
+        return len(_MODULES)
 
 
-def _command(name: str) -> click.Command:
-    return getattr(importlib.import_module(f"hotlap.cli.{_MODULES[name]}"), name)
-
-
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(commands=_Commands(), context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(hotlap.__version__)
 def cli() -> None:
     """Fine-tune small language models in laps: time-boxed slices that resume bit for bit.

@@ -35,6 +35,9 @@ APP = "hotlap"
 VOLUME_PREFIX = "modal:"
 """Tells a volume of Modal's from a folder and from RunPod's."""
 
+DEFAULT_VOLUME = f"{VOLUME_PREFIX}{APP}"
+"""Where no other is named. Volumes there are made by their name, and stand in no one place."""
+
 CREATE_S = 120.0
 """The SDK waits 21 minutes for capacity; we do not, and whoever is still queued then is ended."""
 
@@ -178,7 +181,9 @@ class ModalProvider:
         volumes: dict[str, Any] = {}
         if start.volume_id is not None:
             volumes[start.volume_path] = modal.Volume.from_name(
-                start.volume_id.removeprefix(VOLUME_PREFIX), client=self._client
+                start.volume_id.removeprefix(VOLUME_PREFIX),
+                create_if_missing=start.volume_id == DEFAULT_VOLUME,
+                client=self._client,
             )
         secrets = [
             modal.Secret.from_name(ref, required_keys=[name], client=self._client)

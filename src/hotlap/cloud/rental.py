@@ -144,6 +144,13 @@ def offers_for(provider: Provider, gpus: Sequence[str], where: Where = ANYWHERE)
     return offers
 
 
+def volume_of(provider: str, named: str | None) -> str | None:
+    """The volume of a launch. Where volumes cost nothing to make, there is always one."""
+    from hotlap.cloud import modal
+
+    return named or (modal.DEFAULT_VOLUME if provider == "modal" else None)
+
+
 def require_volume(traits: Traits, volume_id: str | None) -> None:
     """
     Raises:
@@ -151,8 +158,9 @@ def require_volume(traits: Traits, volume_id: str | None) -> None:
     """
     if traits.needs_volume and volume_id is None:
         raise UsageError(
-            f"Nothing outlives a machine of {traits.name} but what lies on a volume, and hotlap itself, which is too "
-            f"large for one request, arrives by it. Name one: --volume-id."
+            f"Nothing outlives a machine of {traits.name} but what lies on a volume, so training needs one: "
+            f"--volume-id V. RunPod's console makes them under Storage, for a few dollars a month, each in one data "
+            f"center; docs/how-to/runpod.md says more. A study or a verification needs none."
         )
 
 

@@ -30,6 +30,9 @@ from hotlap.errors import (
 KEY_VARIABLE = "RUNPOD_API_KEY"
 URL_VARIABLE = "HOTLAP_RUNPOD_URL"
 
+MAX_ARGV_BYTES = 99_000
+"""Of a create's body, which may have 102,400, what the command may take."""
+
 _STATES: dict[str, State] = {
     "PROVISIONING": "provisioning",
     "STARTING": "starting",
