@@ -179,7 +179,7 @@ def test_the_rest_of_another_file_is_never_put_behind_a_part(s3: S3Volume, tmp_p
 def test_what_arrives_otherwise_is_refused_and_removed(s3: S3Volume, server: str, tmp_path: Path) -> None:
     wrong = {"sha256": hashlib.sha256(b"what was meant").hexdigest()}
     raw(server).put_object(Bucket="vol000001", Key="x", Body=b"what is there", Metadata=wrong)
-    with pytest.raises(CorruptFile, match="did not arrive as it was put there"):
+    with pytest.raises(CorruptFile, match="did not arrive as it was sent"):
         s3.get("x", tmp_path / "back")
     assert list(tmp_path.iterdir()) == []
 

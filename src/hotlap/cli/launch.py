@@ -46,7 +46,7 @@ Example:
 @click.option("--volume-id", help="Network volume on which run and data lie.  [default, on Modal: modal:hotlap]")
 @click.option("--data-center", "regions", multiple=True, help="Where to rent; several are tried in this order.")
 @click.option("--cloud", "tier", type=click.Choice(["secure", "community"]), help="Class of machines.  [default: any]")
-@click.option("--image", help="Container image with Python 3.11 and torch.  [default: from cloud.toml]")
+@click.option("--image", help="Container image with Python 3.11 and torch, by its digest.  [default: from cloud.toml]")
 @click.option("--base-model", help="As the machine finds it: a folder, a hub id, a package, or a short name.")
 @click.option("--dataset", help="A JSONL file, as the machine finds it.")
 @click.option("--output-dir", help="Folder in which runs have theirs.  [default: runs]")
@@ -143,6 +143,8 @@ def _launch(asked: _Asked) -> int:
         return _tell(asked.as_json, run, 0, "done", "there is nothing to be prepared", [])
     if asked.job == "research" and asked.config is not None:
         click.echo(launch_work.session_in_words(asked.config, work, offers, place), err=True)
+    if said := rental.prices_in_words(asked.provider, cloud):
+        click.echo(said, err=True)
     worst = rental.worst_case(offers, work.jobs(num_slices), provider, cloud)
     if asked.dry_run:
         return _tell_worst(worst, run, asked.as_json)

@@ -9,7 +9,8 @@ import base64
 import bz2
 import hashlib
 import io
-import tarfile
+import zipfile
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -28,11 +29,9 @@ _LINE_CHARS = 3_000
 def packed(files: Mapping[str, bytes]) -> str:
     """Files by their paths as a text without quotes or slashes. The same files give the same text."""
     out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
+    with zipfile.ZipFile(out, "w") as archive:  # not compressed here: as a whole it packs better
         for name, data in sorted(files.items()):
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data))
+            archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), data)
     return base64.b85encode(bz2.compress(out.getvalue())).decode()
 
 
@@ -41,19 +40,19 @@ def unpacked(text: str) -> dict[str, bytes]:
     Raises:
         CorruptFile: it is no such text, or more than `MAX_BYTES`.
     """
+    too_much = f"Files that came with a machine's words are cut off, or more than {MAX_BYTES} bytes."
     try:
         reader = bz2.BZ2Decompressor()
         data = reader.decompress(base64.b85decode(text), max_length=MAX_BYTES)
         if not reader.eof:
-            raise CorruptFile(f"Files that came with a machine's words are cut off, or more than {MAX_BYTES} bytes.")
-        found: dict[str, bytes] = {}
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            for entry in archive:
-                if entry.isfile() and (stream := archive.extractfile(entry)) is not None:
-                    found[entry.name] = stream.read()
-    except (ValueError, OSError, EOFError, tarfile.TarError) as error:
+            raise CorruptFile(too_much)
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = [entry for entry in archive.infolist() if not entry.is_dir()]
+            if sum(entry.file_size for entry in entries) > MAX_BYTES:
+                raise CorruptFile(too_much)
+            return {entry.filename: archive.read(entry) for entry in entries}
+    except (ValueError, OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise CorruptFile(f"Files that came with a machine's words cannot be unpacked: {error}.") from None
-    return found
 
 
 def read(root: Path, patterns: Iterable[str]) -> dict[str, bytes]:

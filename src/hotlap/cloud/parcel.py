@@ -33,8 +33,8 @@ _OF_THE_IMAGE = {"torch"}
 _SENT = (".py", ".jsonl", ".toml", ".typed")
 _STAYS = re.compile(
     r"(cloud|export|report|testing)/|translate\.py|data/propose\.py|"
-    r"cli/(budget|dashboard|demo|doctor|export|generate|init|launch|machines|preview_price|push|reap|report|serve|sink|"
-    r"speedrun|train|volume|written)\w*\.py|"
+    r"cli/(budget|dashboard|demo|doctor|export|generate|init|launch|machines|push|reap|report|serve|sink|"
+    r"speedrun|train|volume)\w*\.py|"
     r"speedrun/(ablate|duel|new_track|rerun|rounds|template|transfer)\.py"
 )
 """What no job on a rented machine uses."""

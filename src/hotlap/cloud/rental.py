@@ -159,8 +159,8 @@ def require_volume(traits: Traits, volume_id: str | None) -> None:
     if traits.needs_volume and volume_id is None:
         raise UsageError(
             f"Nothing outlives a machine of {traits.name} but what lies on a volume, so training needs one: "
-            f"--volume-id V. RunPod's console makes them under Storage, for a few dollars a month, each in one data "
-            f"center; docs/how-to/runpod.md says more. A study or a verification needs none."
+            f"--volume-id V. RunPod's console makes them under Storage, each in one data center; docs/how-to/runpod.md "
+            f"says more. A study of GPTs or a verification needs none."
         )
 
 
@@ -168,23 +168,28 @@ def image_of(traits: Traits, named: str | None, settings: CloudConfig) -> str | 
     """The container image of a launch, which is the same tomorrow. None where machines have none.
 
     Raises:
-        ConfigError: none is named, or one by a name that may be given to another.
+        ConfigError: one is named by a name that may be given to another.
     """
     defaults = {"runpod": settings.runpod.image, "modal": settings.modal.image}
     if traits.name not in defaults:
         return None
     image = named or defaults[traits.name]
-    if image is None:
-        raise ConfigError(
-            f"No image is named, and {traits.name} starts nothing without one. Name one that has Python 3.11 with "
-            f"--image NAME@sha256:DIGEST, or as {traits.name}.image in {hotlap_home() / 'cloud.toml'}."
-        )
     if not _PINNED.fullmatch(image):
         raise ConfigError(
             f"The image {image} is not pinned: its name may mean another one tomorrow. Write NAME@sha256:DIGEST; "
             f"`docker buildx imagetools inspect {image.partition('@')[0]}` tells the digest."
         )
     return image
+
+
+def prices_in_words(provider: str, settings: CloudConfig) -> str | None:
+    """Where prices come from that the provider does not tell itself. None: it does."""
+    if provider != "modal":
+        return None
+    return (
+        f"Modal tells no prices: these are of {settings.modal.prices_as_of}, as {hotlap_home() / 'cloud.toml'} has "
+        f"them. Compare them with modal.com/pricing"
+    )
 
 
 def local_job(config: RunConfig, traits: Traits) -> Job:
