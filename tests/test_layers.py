@@ -258,6 +258,7 @@ DISK_EXCEPTIONS = {
         for name in ("wheel.parent.mkdir", "part.unlink", "staged.open", "staged.rename")
     },
     ("cloud.parcel", "zipfile.ZipFile"): "in memory",
+    ("cloud.bundle", "zipfile.ZipFile"): "in memory",
     ("research.gpt", "part.write_text"): "gpt stands alone; its result is written aside,",
     ("research.gpt", "part.replace"): "and renamed",
     ("sources", "archive.open"): "reads a member of a wheel; the argument is the member's name, not a mode",

@@ -47,7 +47,7 @@ def test_an_image_is_named_by_its_digest() -> None:
     assert rental.image_of(RUNPOD, None, settings) == DEFAULT_IMAGE
     start = Start(("true",), image=DEFAULT_IMAGE)
     body = create_body(Offer("runpod", "NVIDIA L40S", None, 860_000), Tags("0d" * 8, "me", "n", 1), start)
-    assert body["gpu"]["minCudaVersion"] == DEFAULT_IMAGE_CUDA and complaints(body, "2026-08") == []
+    assert body["gpu"]["minCudaVersion"] == DEFAULT_IMAGE_CUDA and complaints(body, "2026-10") == []
 
 
 class NewerLora(LoraConfig):

@@ -253,6 +253,16 @@ def test_pulling_brings_results_and_leaves_checkpoints(there: Volume, tmp_path: 
         pull(there, "other", "runs", tmp_path / "here", said.append)
 
 
+def test_a_study_comes_without_its_trials(there: Volume, tmp_path: Path) -> None:
+    names = ("experiments.jsonl", "secret", "LEADERBOARD.md")
+    for name in (*names, "trials/r000001/order.json"):
+        durable.make_dirs((tmp_path / "lr" / name).parent)
+        durable.write_synced(tmp_path / "lr" / name, name.encode())
+        there.put(tmp_path / "lr" / name, f"studies/lr/{name}")
+    found = pull(there, "lr", "studies", tmp_path / "here", lambda _text: None)
+    assert sorted(found) == sorted(tmp_path / "here" / "lr" / name for name in names)
+
+
 def test_an_adapter_that_was_changed_on_the_volume_is_found(s3: S3Volume, server: str, tmp_path: Path) -> None:
     """A machine writes without the protocol's hash; the manifest it published tells."""
     make_run(s3, tmp_path)

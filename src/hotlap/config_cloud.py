@@ -175,12 +175,12 @@ usd_per_hour = 0.0
 num_gpus = 1
 
 [runpod]
-# The container image for launches that name none. Python 3.11 is in it, and better torch too; a digest pins it.
-# Absent, RunPod's own with torch 2.8 (docs/how-to/runpod.md):
-# image = "name/pytorch@sha256:..."
+# The container image for launches that name none: RunPod's own with Python 3.11 and torch 2.8. Another needs Python 3.11,
+# and better torch too; a digest pins it.
+image = "@IMAGE"
 
 [modal]
-# image = "name/pytorch@sha256:..."
+image = "@IMAGE"
 # Modal charges more where a region is named, by how much its pages say. Absent, --data-center is refused there:
 # region_factor = 1.75
 # What a sandbox with one of these, 4 cores and 32 GiB costs an hour: modal.com/pricing, its rates for sandboxes, as
@@ -197,4 +197,4 @@ L40S = 3.3
 H100 = 5.3
 H200 = 5.89
 B200 = 7.6
-"""
+""".replace("@IMAGE", DEFAULT_IMAGE)

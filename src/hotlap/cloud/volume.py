@@ -280,16 +280,21 @@ def _is_below(key: str, prefix: str) -> bool:
 RESULTS = ("adapter", "best", "slices", "metrics.jsonl", "run.json")
 """Of a run's folder what a user wants to have: its adapters, and what tells how it went. Checkpoints stay there."""
 
+_BOARD = ("LEADERBOARD.md", "leaderboard.json", "best.json", "anchor.json", "plots.json")
+_OF_A_STUDY = ("experiments.jsonl", "secret", *_BOARD)
+"""The same of a study: its journal, what all seeds come from, and its board. Its trials stay."""
+
 
 def pull(volume: Volume, run: str, folder_there: str, here: Path, say: Callable[[str], None]) -> list[Path]:
-    """Bring a run's results here. What is published as a folder is checked against its own manifest.
+    """Bring the results of a run, or of a study, here. What is published as a folder is checked against its manifest.
 
     Raises:
         MissingArtifact: there is no such run.
         CorruptFile: an adapter is not what its manifest says; it is removed.
     """
     root = str(PurePosixPath(folder_there) / run)
-    items = [item for item in volume.ls(root) if PurePosixPath(item.key).relative_to(root).parts[0] in RESULTS]
+    wanted = (*RESULTS, *_OF_A_STUDY)
+    items = [item for item in volume.ls(root) if PurePosixPath(item.key).relative_to(root).parts[0] in wanted]
     if not items:
         raise MissingArtifact(f"There are no results of {run} in {folder_there} of that volume. It may not have begun.")
     found: list[Path] = []
