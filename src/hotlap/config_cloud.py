@@ -175,8 +175,8 @@ usd_per_hour = 0.0
 num_gpus = 1
 
 [runpod]
-# The container image for launches that name none: RunPod's own with Python 3.11 and torch 2.8. Another needs Python 3.11,
-# and better torch too; a digest pins it.
+# The container image for launches that name none: RunPod's own with Python 3.11 and torch 2.8. Another needs Python
+# 3.11, and better torch too; a digest pins it.
 image = "@IMAGE"
 
 [modal]
