@@ -219,3 +219,11 @@ def test_the_prices_are_those_of_a_sandbox_with_all_that_is_asked_for() -> None:
     assert prices.keys() == gpus.keys()
     assert all(0 <= prices[name] - 3600 * (usd + beside) < 0.011 for name, usd in gpus.items())
     assert CloudConfig.model_validate(tomllib.loads(CLOUD_TOML)) == CloudConfig()
+
+
+def test_a_launch_needs_neither_volume_nor_image_and_says_of_which_day_its_prices_are(modal_cloud: FakeModal) -> None:
+    words = ["launch", "--on", "modal", "--base-model", "m", "--dataset", "d", "--dry-run", "--json"]
+    told = CliRunner().invoke(cli, words)
+    assert told.exit_code == 0, told.output
+    assert "these are of 2026-10-08" in told.stderr and json.loads(told.stdout)["num_machines"] == 2
+    assert modal_cloud.sandboxes == {} and modal_cloud.volumes == set()

@@ -16,7 +16,7 @@ import click
 from hotlap import clock, durable
 
 if TYPE_CHECKING:
-    from hotlap.cli.launch_work import Work
+    from hotlap.cli.launch_work import Place, Work
     from hotlap.cli.progress import SliceProgress
     from hotlap.cloud.launcher import Launcher, LeaseEnd, Stops
     from hotlap.cloud.provider import Offer, Provider, Where
@@ -133,11 +133,7 @@ def _launch(asked: _Asked) -> int:
     offers = rental.offers_for(provider, asked.gpus, asked.where())
     image = rental.image_of(provider.traits, asked.image, cloud)
     place = launch_work.Place(provider, asked.volume_id, image, asked.only_prepares)
-    if settings is not None:
-        work = launch_work.of_slices(settings, place)
-    else:
-        errand = launch_work.errand_of(asked.job, asked.config, place, cloud, asked.num_trials, asked.num_runs)
-        work = launch_work.of_errand(*errand, place)
+    work = _errand(asked, place, cloud) if settings is None else launch_work.of_slices(settings, place)
     run, num_slices = work.job.run, 0 if asked.only_prepares else asked.num_slices
     if not work.jobs(num_slices):
         return _tell(asked.as_json, run, 0, "done", "there is nothing to be prepared", [])
@@ -160,6 +156,14 @@ def _launch(asked: _Asked) -> int:
     return _tell(asked.as_json, run, code, end.reason, end.message, list(end.leases))
 
 
+def _errand(asked: _Asked, place: "Place", cloud: "CloudConfig") -> "Work":
+    from hotlap.cli import launch_work
+
+    errand, kept = launch_work.errand_of(asked.job, asked.config, place, cloud, asked.num_trials, asked.num_runs)
+    work = launch_work.of_errand(errand, kept, place)
+    return work if work.results is None else replace(work, renew=lambda: _errand(asked, place, cloud).job)
+
+
 def _require_a_place(provider: "Provider", asked: _Asked, settings: "CloudConfig") -> None:
     """Somewhere to train that disturbs nobody, and somewhere for what is trained. Errands come home by themselves."""
     from hotlap import guard
@@ -175,7 +179,7 @@ def _run(launcher: "Launcher", work: "Work", offers: "list[Offer]", num_slices: 
     from hotlap.cloud import preparing, rental
 
     if work.preparation is None:
-        return rental.chain(launcher, work.job, offers, num_slices, display.on_lease_end)
+        return rental.chain(launcher, work.job, offers, num_slices, display.on_lease_end, work.renew)
     ready = preparing.prepare(launcher, work.preparation, offers, display.on_lease_end)
     click.echo(f"preparing the volume cost {ready.cost.text()}", err=True)
     if not ready.is_whole or num_slices == 0:

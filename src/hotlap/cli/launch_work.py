@@ -1,6 +1,6 @@
 """What `hotlap launch` sends to its machines: a run's slices, a study's trials, or a verification's runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +49,9 @@ class Work:
 
     results: str | None = None
     """The folder below this one to which results come by the machine's log, where no volume keeps them."""
+
+    renew: "Callable[[], Job] | None" = None
+    """The job again, with what has come home since; where a job takes that along."""
 
     def jobs(self, num_slices: int) -> "list[Job]":
         return [*(self.preparation.jobs if self.preparation else ()), *[self.job] * num_slices]

@@ -327,11 +327,20 @@ def is_done(config: RunConfig, provider: Provider, last: Lease | None) -> bool:
 
 
 def chain(
-    launcher: Launcher, job: Job, offers: Sequence[Offer], num_slices: int, on_end: Callable[[LeaseEnd], None]
+    launcher: Launcher,
+    job: Job,
+    offers: Sequence[Offer],
+    num_slices: int,
+    on_end: Callable[[LeaseEnd], None],
+    renew: Callable[[], Job] | None = None,
 ) -> ChainEnd:
-    """Slice after slice, each on a machine of its own, until the run is done, fails, or the number is used up."""
+    """Slice after slice, each on a machine of its own, until the run is done, fails, or the number is used up.
+
+    `renew` is there where a job takes along what came home from the one before.
+    """
     ends: list[LeaseEnd] = []
-    for _ in range(num_slices):
+    for number in range(num_slices):
+        job = renew() if renew is not None and number > 0 else job
         ends.append(launcher.launch(job, offers))
         on_end(ends[-1])
         code, reason, message = answer_of(ends[-1])
