@@ -132,7 +132,8 @@ def errand_of(
                 f"for one. Lower study.budget_s, or edit limits.max_slice_minutes in cloud.toml."
             )
         errand = errands.research(path.stem, path.read_text(encoding="utf-8"), num_trials, cap_s, root)
-        kept = {**_files_of(study), **bundle.read(Path(), errand.brings)} if is_alone else {}
+        so_far = [f"{errand.results}/{name}" for name in ("experiments.jsonl", "secret")]  # the rest is made of these
+        kept = {**_files_of(study), **bundle.read(Path(), so_far)} if is_alone else {}
         return replace(errand, extra="gpt,optuna") if study.proposer in _OPTUNAS else errand, kept
     from hotlap.speedrun import recipe, submission, track
 

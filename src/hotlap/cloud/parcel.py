@@ -87,8 +87,9 @@ def pack(errand: Literal["research", "verify"] | None = None) -> Parcel:
     files[f"{info}/METADATA"] = (headers + "\n").encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: hotlap\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{info}/entry_points.txt"] = (here.read_text("entry_points.txt") or "").encode()
-    files[f"{info}/constraints.txt"] = constraints().encode()
-    files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD")
+    files[f"{info}/constraints.txt"] = constraints("gpt" if errand == "research" else _EXTRA).encode()
+    # Hashes do not pack, and the whole is held against its own on the machine.
+    files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD", is_hashed=errand is None)
     return Parcel(_zipped(files), f"hotlap-{here.version}-py3-none-any.whl")
 
 
@@ -135,10 +136,10 @@ def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def constraints() -> str:
-    """The versions installed here of all that a slice needs, a line each."""
+def constraints(extra: str = _EXTRA) -> str:
+    """The versions installed here of all that hotlap with this extra needs, a line each."""
     found: dict[str, str] = {}
-    waiting = [("hotlap", frozenset({_EXTRA}))]
+    waiting = [("hotlap", frozenset({extra}))]
     while waiting:
         name, extras = waiting.pop()
         if name in found or name in _OF_THE_IMAGE:
@@ -156,12 +157,12 @@ def constraints() -> str:
     return "".join(f"{name}=={version}\n" for name, version in sorted(found.items()))
 
 
-def _record(files: dict[str, bytes], itself: str) -> bytes:
+def _record(files: dict[str, bytes], itself: str, is_hashed: bool) -> bytes:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for name, data in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-        writer.writerow((name, f"sha256={digest}", len(data)))
+        writer.writerow((name, f"sha256={digest}", len(data)) if is_hashed else (name, "", ""))
     writer.writerow((itself, "", ""))
     return out.getvalue().encode()
 
