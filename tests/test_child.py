@@ -159,3 +159,12 @@ def test_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGINT)
     run("pass")
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_that_has_only_a_number_is_told_by_it() -> None:
+    """Python names no real-time signals but the first and the last; a child may be ended by any."""
+    number = signal.SIGRTMIN + 2
+    end = run(f"import os; os.kill(os.getpid(), {number})")
+    assert end.exit_code == -number
+    with pytest.raises(ChildCrashed, match=f"ended by signal {int(number)} from outside"):
+        end.raise_if_killed("It")

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from hotlap.cli import cli
 from hotlap.cloud import errands
-from hotlap.cloud.launcher import Launcher, LeaseEnd, Stops, World
+from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, Stops, World
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import TRAITS, LocalProvider
 from hotlap.cloud.rental import chain
@@ -67,6 +67,24 @@ def test_a_verification_goes_on_on_a_second_machine_and_its_verdict_comes_home(
     asked = json.loads((out / "run-1").read_text())
     assert asked == [str(tmp_path / "submissions/001-ada"), "--track", "c1", "--runs", "3", "--out", str(out)]
     assert any(word.startswith("| HOTLAP: ") for word in words), words
+
+
+def test_what_takes_results_along_takes_those_of_the_machine_before(ledger: Ledger, tmp_path: Path) -> None:
+    provider = LocalProvider()
+    kept = tmp_path / "kept"
+    program = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2] + 'x'); code = int(sys.argv[3])\n"
+    program += (
+        'print(f\'hotlap: exit {code} {"slice_over" if code else "done"}: so far\', file=sys.stderr); sys.exit(code)'
+    )
+
+    def job() -> Job:
+        so_far = kept.read_text() if kept.exists() else ""
+        argv = ("python", "-c", program, str(kept), so_far, "0" if len(so_far) == 2 else "75")
+        return errands.job_of(errands.Errand("run", 30.0, argv), TRAITS, *errands.place_of(provider))
+
+    launcher = Launcher(provider, ledger, CloudConfig(), "me", Stops(), World())
+    end = chain(launcher, job(), provider.offers(), 5, lambda _end: None, renew=job)
+    assert (end.exit_code, len(end.leases), kept.read_text()) == (0, 3, "xxx"), end
 
 
 def test_a_study_is_brought_along_and_told_how_long_it_has(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ CORE = {
     "config": "config_base config_cloud config_data config_model config_techniques durable errors",
     "clock": "config errors",
     "checkpoint": "clock durable errors",
-    "child": "clock errors",
+    "child": "clock errors tether",
     "runs": "checkpoint clock config durable errors",
     "supervise": "child clock config durable errors runs",
     "hub": "clock config durable errors",
@@ -258,6 +258,7 @@ DISK_EXCEPTIONS = {
         for name in ("wheel.parent.mkdir", "part.unlink", "staged.open", "staged.rename")
     },
     ("cloud.parcel", "zipfile.ZipFile"): "in memory",
+    ("cloud.bundle", "zipfile.ZipFile"): "in memory",
     ("research.gpt", "part.write_text"): "gpt stands alone; its result is written aside,",
     ("research.gpt", "part.replace"): "and renamed",
     ("sources", "archive.open"): "reads a member of a wheel; the argument is the member's name, not a mode",

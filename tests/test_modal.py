@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,16 +15,17 @@ from hotlap.cli import cli
 from hotlap.cloud import preparing
 from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, Stops, World, plan_of
 from hotlap.cloud.ledger import Ledger
-from hotlap.cloud.modal import ModalProvider
+from hotlap.cloud.modal import CPUS, MEMORY_MIB, ModalProvider
 from hotlap.cloud.proof import Patience
-from hotlap.cloud.provider import Offer, Start, Tags
+from hotlap.cloud.provider import Offer, Start, Tags, Where
 from hotlap.cloud.reaper import Reaper
 from hotlap.cloud.rental import boot_env
 from hotlap.cloud.runpod_shapes import boot_argv
 from hotlap.config import CloudConfig
-from hotlap.config_cloud import ModalConfig
+from hotlap.config_cloud import CLOUD_TOML, ModalConfig
 from hotlap.errors import (
     AmbiguousCreate,
+    ConfigError,
     CorruptFile,
     MissingArtifact,
     NoCapacity,
@@ -35,7 +37,7 @@ from hotlap.testing.fake_modal import FakeModal
 
 pytestmark = pytest.mark.long
 
-OFFER = Offer("modal", "L40S", None, 2_400_000)
+OFFER = Offer("modal", "L40S", None, 3_300_000)
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
 
 
@@ -197,3 +199,31 @@ def wait_until(is_so: Callable[[], bool], patience_s: float = 60.0) -> None:
     while not is_so():
         assert time.monotonic() < until_s, "it did not come to be"
         time.sleep(0.02)
+
+
+def test_a_price_that_is_not_known_is_refused(provider: ModalProvider, modal_cloud: FakeModal) -> None:
+    with pytest.raises(ConfigError, match="region_factor"):
+        provider.offers("L40S", Where(regions=("us-east",)))
+    dearer = ModalProvider(ModalConfig(region_factor=1.75))
+    (offer,) = dearer.offers("L40S", Where(regions=("us-east",)))
+    assert offer.usd_micros_per_hour == 5_775_000 and offer.region == "us-east"
+    dearer.close()
+
+
+def test_the_prices_are_those_of_a_sandbox_with_all_that_is_asked_for() -> None:
+    """By the second: a GPU as listed, cores and memory at the rates of sandboxes, three times those of functions."""
+    gpus = {"T4": 0.000164, "L4": 0.000222, "A10": 0.000306, "L40S": 0.000542, "A100-40GB": 0.000583}
+    gpus |= {"A100-80GB": 0.000694, "H100": 0.001097, "H200": 0.001261, "B200": 0.001736}
+    beside = CPUS * 0.00003942 + MEMORY_MIB / 1024 * 0.00000672
+    prices = ModalConfig().usd_per_hour
+    assert prices.keys() == gpus.keys()
+    assert all(0 <= prices[name] - 3600 * (usd + beside) < 0.011 for name, usd in gpus.items())
+    assert CloudConfig.model_validate(tomllib.loads(CLOUD_TOML)) == CloudConfig()
+
+
+def test_a_launch_needs_neither_volume_nor_image_and_says_of_which_day_its_prices_are(modal_cloud: FakeModal) -> None:
+    words = ["launch", "--on", "modal", "--base-model", "m", "--dataset", "d", "--dry-run", "--json"]
+    told = CliRunner().invoke(cli, words)
+    assert told.exit_code == 0, told.output
+    assert "these are of 2026-10-08" in told.stderr and json.loads(told.stdout)["num_machines"] == 2
+    assert modal_cloud.sandboxes == {} and modal_cloud.volumes == set()

@@ -27,6 +27,7 @@ from hotlap.cloud.money import Amount
 from hotlap.cloud.provider import Where
 from hotlap.cloud.runpod import TRAITS
 from hotlap.cloud.runpod_shapes import create_body, in_older_words
+from hotlap.cloud.volume import FolderVolume
 from hotlap.config import CloudConfig, RunConfig, load_run
 from hotlap.config_cloud import BudgetConfig
 from hotlap.speedrun.track import EVALUATOR
@@ -148,6 +149,19 @@ def test_parts_of_something_else_are_refused_and_removed(
         code = arrive.main([str(tmp_path), sent.digest, sent.file_name, order])
     assert code == 5 and '"reason": "provisioning"' in capsys.readouterr().out
     assert list((tmp_path / ".hotlap" / "parcels" / sent.digest).iterdir()) == []
+
+
+def test_with_keys_to_the_volume_the_wheel_is_put_there_and_one_machine_installs(
+    tmp_path: Path, sent: parcel.Parcel, home: Path
+) -> None:
+    there = FolderVolume(tmp_path)
+    plan = preparing.preparation(config_of(), sent, "vol1", IMAGE, TRAITS, volume=there)
+    (job,) = plan.jobs
+    assert json.loads(job.start.argv[-1]).keys() == {"install"}
+    plan.carry()
+    assert (tmp_path / ".hotlap" / "parcels" / sent.digest / sent.file_name).read_bytes() == sent.wheel
+    plan.note()
+    assert preparing.preparation(config_of(), sent, "vol1", IMAGE, TRAITS, volume=there).carried is None
 
 
 def test_the_run_of_the_volume_is_the_run_that_was_asked_for(home: Path) -> None:

@@ -18,14 +18,16 @@ from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.machine_files import MachineFolder
 from hotlap.cloud.modal import TRAITS as MODAL
-from hotlap.cloud.provider import ANYWHERE, Start, Tags
+from hotlap.cloud.provider import ANYWHERE, Offer, Start, Tags
 from hotlap.cloud.runpod import TRAITS as RUNPOD
 from hotlap.cloud.runpod import Runpod
+from hotlap.cloud.runpod_shapes import create_body
 from hotlap.cloud.ssh import TRAITS as SSH
 from hotlap.config import CloudConfig, RunConfig
-from hotlap.config_cloud import ModalConfig
+from hotlap.config_cloud import DEFAULT_IMAGE, DEFAULT_IMAGE_CUDA, ModalConfig
 from hotlap.config_model import LoraConfig
 from hotlap.errors import ConfigError, RunChanged, UsageError, VolumeGone
+from hotlap.testing.bodies import complaints
 from hotlap.testing.fake_runpod import FakeRunpod
 
 pytestmark = pytest.mark.long
@@ -41,8 +43,11 @@ def test_an_image_is_named_by_its_digest() -> None:
     for loose in ("someone/pytorch", "someone/pytorch:2.8", "someone/pytorch@sha256:12", f"{PINNED} "):
         with pytest.raises(ConfigError, match="imagetools inspect someone/pytorch"):
             rental.image_of(RUNPOD, loose, settings)
-    with pytest.raises(ConfigError, match=r"runpod\.image"):
-        rental.image_of(RUNPOD, None, settings)
+    # Who names none has one that is pinned as well, and a machine whose driver is new enough for it.
+    assert rental.image_of(RUNPOD, None, settings) == DEFAULT_IMAGE
+    start = Start(("true",), image=DEFAULT_IMAGE)
+    body = create_body(Offer("runpod", "NVIDIA L40S", None, 860_000), Tags("0d" * 8, "me", "n", 1), start)
+    assert body["gpu"]["minCudaVersion"] == DEFAULT_IMAGE_CUDA and complaints(body, "2026-10") == []
 
 
 class NewerLora(LoraConfig):

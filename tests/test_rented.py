@@ -123,6 +123,25 @@ def test_without_any_launcher_the_machine_ends_itself(ground: Ground) -> None:
     assert delete.ident == machine_id and delete.status == 204
 
 
+def test_two_emulators_of_one_seed_leave_each_other_s_machines_alone(tmp_path: Path) -> None:
+    """They name their machines alike, and a machine's end looks for all of its processes on this computer."""
+    one, other = Ground(tmp_path / "one"), Ground(tmp_path / "other")
+    with one.cloud, other.cloud:
+        ids = [ground.create(("sleep", "30"), ttl_s=60.0, cap_s=50.0) for ground in (one, other)]
+        assert ids[0] == ids[1]
+        for ground in (one, other):
+            ground.wait_until(lambda g=ground: any('"boot"' in line for line in g.log(ids[0])))
+        kept = other.cloud.park.pods[ids[1]].container
+        assert kept is not None and kept.pid is not None
+        one.client.terminate(ids[0])
+        one.wait_until(lambda: one.cloud.alive() == [])
+        os.kill(kept.pid, 0)
+        assert len(other.cloud.alive()) == 1 and not any('"refused"' in line for line in other.log(ids[1]))
+    for ground in (one, other):
+        ground.client.close()
+        ground.ledger.close()
+
+
 RECEIPT = "receipts/abcdabcdabcdabcd.json"
 
 

@@ -179,7 +179,7 @@ def test_the_rest_of_another_file_is_never_put_behind_a_part(s3: S3Volume, tmp_p
 def test_what_arrives_otherwise_is_refused_and_removed(s3: S3Volume, server: str, tmp_path: Path) -> None:
     wrong = {"sha256": hashlib.sha256(b"what was meant").hexdigest()}
     raw(server).put_object(Bucket="vol000001", Key="x", Body=b"what is there", Metadata=wrong)
-    with pytest.raises(CorruptFile, match="did not arrive as it was put there"):
+    with pytest.raises(CorruptFile, match="did not arrive as it was sent"):
         s3.get("x", tmp_path / "back")
     assert list(tmp_path.iterdir()) == []
 
@@ -251,6 +251,16 @@ def test_pulling_brings_results_and_leaves_checkpoints(there: Volume, tmp_path: 
     assert all(line.startswith("have") for line in said)
     with pytest.raises(MissingArtifact, match="no results of other"):
         pull(there, "other", "runs", tmp_path / "here", said.append)
+
+
+def test_a_study_comes_without_its_trials(there: Volume, tmp_path: Path) -> None:
+    names = ("experiments.jsonl", "secret", "LEADERBOARD.md")
+    for name in (*names, "trials/r000001/order.json"):
+        durable.make_dirs((tmp_path / "lr" / name).parent)
+        durable.write_synced(tmp_path / "lr" / name, name.encode())
+        there.put(tmp_path / "lr" / name, f"studies/lr/{name}")
+    found = pull(there, "lr", "studies", tmp_path / "here", lambda _text: None)
+    assert sorted(found) == sorted(tmp_path / "here" / "lr" / name for name in names)
 
 
 def test_an_adapter_that_was_changed_on_the_volume_is_found(s3: S3Volume, server: str, tmp_path: Path) -> None:

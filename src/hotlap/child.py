@@ -5,13 +5,11 @@ Ctrl-C or SIGTERM is passed on and waited for; a second Ctrl-C kills. The child 
 standard output; its standard error is talk.
 """
 
-import ctypes
 import json
 import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, Any
 
-from hotlap import clock
+from hotlap import clock, tether
 from hotlap.errors import INTERRUPTED, OVERRAN, ChildCrashed
 
 Event = dict[str, Any]
@@ -27,7 +25,6 @@ _POLL_S = 0.2
 _TAIL_LINES = 20
 _LINES_AT_ONCE = 1_000
 _PATIENCE_S = 1.0
-_PR_SET_PDEATHSIG = 1
 _WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 
@@ -62,7 +59,7 @@ class ChildEnd:
         """
         if self.exit_code >= 0:
             return
-        name = signal.Signals(-self.exit_code).name
+        name = signal_name(-self.exit_code)
         hint = " The system may have run out of memory." if name == "SIGKILL" else ""
         raise ChildCrashed(
             f"{what} was ended by {name} from outside.{hint} What it published is intact; run the same command again."
@@ -232,6 +229,14 @@ def passing_on_stops() -> Generator[Stops]:
             signal.signal(number, handler)
 
 
+def signal_name(number: int) -> str:
+    """As in a manual, also for those that have only numbers: Python's list ends where real-time signals begin."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def kill_group(pid: int) -> None:
     """End what is left of a process group that a child began."""
     try:
@@ -245,9 +250,4 @@ def kill_group(pid: int) -> None:
 def die_with_parent(parent: int | None = None) -> None:
     """For the child: ask Linux for a SIGTERM when the watching parent dies, so that no child runs on unwatched. Which
     process that is, only a child can know that was told; else it is whoever has it now."""
-    if sys.platform != "linux":
-        return
-    parent = parent or os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        signal.raise_signal(signal.SIGTERM)
+    tether.end_with(parent or os.getppid(), signal.SIGTERM)

@@ -75,29 +75,45 @@ class SshConfig(Config):
         return round(self.usd_per_hour * 1_000_000)
 
 
+DEFAULT_IMAGE = "runpod/pytorch@sha256:cb154fcca15d1d6ce858cfa672b76505e30861ef981d28ec94bd44168767d853"
+"""Tag 2.8.0-py3.11-cuda12.8.1-cudnn-devel-ubuntu22.04, as Docker Hub had it on 2026-09-02: Python 3.11, torch 2.8."""
+
+DEFAULT_IMAGE_CUDA = "12.8"
+"""What it asks of a machine's driver."""
+
+
 class RunpodConfig(Config):
-    image: str | None = None
+    image: str = DEFAULT_IMAGE
     """Container image for launches that name none, by its digest. It needs Python 3.11."""
 
 
 _MODAL_USD_PER_HOUR = {
-    "T4": 1.04,
-    "L4": 1.25,
-    "A10": 1.55,
-    "L40S": 2.40,
-    "A100-40GB": 2.55,
-    "A100-80GB": 2.95,
-    "H100": 4.40,
-    "H200": 4.99,
-    "B200": 6.70,
+    "T4": 1.94,
+    "L4": 2.15,
+    "A10": 2.45,
+    "L40S": 3.30,
+    "A100-40GB": 3.45,
+    "A100-80GB": 3.85,
+    "H100": 5.30,
+    "H200": 5.89,
+    "B200": 7.60,
 }
+"""From modal.com/pricing as others quoted it from 2026-05-07 to 2026-10-08, a second: a GPU $0.000164 (T4), 0.000222,
+0.000306, 0.000542, 0.000583, 0.000694, 0.001097, 0.001261, 0.001736 (B200); of a sandbox, which is dearer than a
+function, a core $0.00003942 and a GiB $0.00000672, the higher of two figures. Rounded up to cents."""
 
 
 class ModalConfig(Config):
     usd_per_hour: dict[str, float] = Field(default=_MODAL_USD_PER_HOUR)
     """Kinds of GPU, and what a sandbox with one, 4 cores and 32 GiB costs. Modal's API tells no prices."""
 
-    image: str | None = None
+    prices_as_of: str = Field(default="2026-10-08", pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$")
+    """The day of which they are."""
+
+    region_factor: float | None = Field(default=None, ge=1)
+    """By what they are multiplied where --data-center names a region. Absent: not known, so none may be named."""
+
+    image: str = DEFAULT_IMAGE
     """As for RunPod."""
 
 
@@ -159,21 +175,26 @@ usd_per_hour = 0.0
 num_gpus = 1
 
 [runpod]
-# The container image for launches that name none. Python 3.11 is in it, and better torch too; a digest pins it:
-# image = "name/pytorch@sha256:..."
+# The container image for launches that name none: RunPod's own with Python 3.11 and torch 2.8. Another needs Python
+# 3.11, and better torch too; a digest pins it.
+image = "@IMAGE"
 
 [modal]
-# image = "name/pytorch@sha256:..."
-# What a sandbox with one of these, 4 cores and 32 GiB costs an hour. Modal's API tells no prices, so this list is what
-# budgets are held by: compare it with Modal's price page, and take every kind out that you do not want.
+image = "@IMAGE"
+# Modal charges more where a region is named, by how much its pages say. Absent, --data-center is refused there:
+# region_factor = 1.75
+# What a sandbox with one of these, 4 cores and 32 GiB costs an hour: modal.com/pricing, its rates for sandboxes, as
+# quoted by others until the day below. Modal's API tells no prices, so this list is what budgets are held by: compare
+# it with that page, take every kind out that you do not want, and write the day on which you looked.
+prices_as_of = "2026-10-08"
 [modal.usd_per_hour]
-T4 = 1.04
-L4 = 1.25
-A10 = 1.55
-L40S = 2.4
-"A100-40GB" = 2.55
-"A100-80GB" = 2.95
-H100 = 4.4
-H200 = 4.99
-B200 = 6.7
-"""
+T4 = 1.94
+L4 = 2.15
+A10 = 2.45
+L40S = 3.3
+"A100-40GB" = 3.45
+"A100-80GB" = 3.85
+H100 = 5.3
+H200 = 5.89
+B200 = 7.6
+""".replace("@IMAGE", DEFAULT_IMAGE)

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hotlap import durable
+from hotlap import child, durable
 from hotlap.errors import (
     DONE,
     ChildCrashed,
@@ -164,7 +163,7 @@ def run_to_end(
             process.kill()
             raise
     if process.returncode < 0:
-        name = signal.Signals(-process.returncode).name
+        name = child.signal_name(-process.returncode)
         hint = " The system may have run out of memory." if name == "SIGKILL" else ""
         raise ChildCrashed(f"{what} was ended by {name}.{hint} Nothing half-made was kept; run the same command again.")
     return process.returncode, [line for line in lines if line]

@@ -13,12 +13,18 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
+def end_with(parent: int, number: int) -> None:
+    """From now on this process receives the signal when its parent dies; at once, if that died in between."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        signal.raise_signal(number)
+
+
 def main(argv: list[str]) -> None:
     parent, command = int(argv[0]), argv[1:]
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit(1)  # it died in between
+    end_with(parent, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.execvp(command[0], command)
 

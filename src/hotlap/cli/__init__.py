@@ -1,44 +1,62 @@
 """The `hotlap` command: wiring and rendering. Every command imports what it needs when it runs."""
 
 import errno
+import importlib
 import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator, MutableMapping
 from typing import NoReturn
 
 import click
 
 import hotlap
-from hotlap.cli.budget import budget
-from hotlap.cli.dashboard import dashboard
-from hotlap.cli.demo import demo
-from hotlap.cli.doctor import doctor
-from hotlap.cli.export import export
-from hotlap.cli.generate import generate
-from hotlap.cli.init import init
-from hotlap.cli.launch import launch
-from hotlap.cli.machines import machines
-from hotlap.cli.prefetch import prefetch
-from hotlap.cli.preview import preview
-from hotlap.cli.push import push
-from hotlap.cli.reap import reap
-from hotlap.cli.report import report
-from hotlap.cli.research import research
-from hotlap.cli.runs import logs, runs, stop
-from hotlap.cli.serve import bench, serve
-from hotlap.cli.sink import sink
-from hotlap.cli.speedrun import speedrun
-from hotlap.cli.speedrun_compare import ablate, duel, transfer
-from hotlap.cli.train import train
-from hotlap.cli.volume import pull, volume
 from hotlap.errors import HotlapError, storage_failure
 
 # Errors that come from a path somebody gave us, when they were not met while writing (those are `StorageFailed`).
 _PATHS_OF_THE_USER = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+_MODULES = {
+    **{name: name for name in ("budget", "dashboard", "demo", "doctor", "export", "generate", "init", "launch")},
+    **{name: name for name in ("machines", "prefetch", "preview", "push", "reap", "report", "research", "runs")},
+    **{name: name for name in ("serve", "sink", "train", "volume")},
+    "bench": "serve",
+    "logs": "runs",
+    "pull": "volume",
+    "speedrun": "speedrun_compare",
+    "stop": "runs",
+}
+"""Every command, and the module here that has it. Only the one that is asked for is imported: a rented machine has not
+all of them, and who asks for one does not wait for the others."""
+
+
+class _Commands(MutableMapping[str, click.Command]):
+    """Commands by name, each found when it is asked for."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, click.Command] = {}
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in self._found:
+            self._found[name] = getattr(importlib.import_module(f"hotlap.cli.{_MODULES[name]}"), name)
+        return self._found[name]
+
+    def __setitem__(self, name: str, command: click.Command) -> None:
+        self._found[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_MODULES)
+
+    def __len__(self) -> int:
+        return len(_MODULES)
+
+
+@click.group(commands=_Commands(), context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(hotlap.__version__)
 def cli() -> None:
     """Fine-tune small language models in laps: time-boxed slices that resume bit for bit.
@@ -47,31 +65,6 @@ def cli() -> None:
     Example:
       hotlap demo
     """
-
-
-_HERE = (
-    demo,
-    init,
-    doctor,
-    prefetch,
-    preview,
-    train,
-    runs,
-    logs,
-    stop,
-    generate,
-    report,
-    dashboard,
-    sink,
-    research,
-    speedrun,
-)
-_EXPORTS = (export, serve, bench, push)
-_RENTED = (launch, machines, reap, budget, volume, pull)
-for command in (*_HERE, *_EXPORTS, *_RENTED):
-    cli.add_command(command)
-for command in (duel, ablate, transfer):
-    speedrun.add_command(command)
 
 
 def main() -> NoReturn:

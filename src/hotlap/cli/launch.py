@@ -16,7 +16,7 @@ import click
 from hotlap import clock, durable
 
 if TYPE_CHECKING:
-    from hotlap.cli.launch_work import Work
+    from hotlap.cli.launch_work import Place, Work
     from hotlap.cli.progress import SliceProgress
     from hotlap.cloud.launcher import Launcher, LeaseEnd, Stops
     from hotlap.cloud.provider import Offer, Provider, Where
@@ -43,10 +43,10 @@ Example:
 )
 @click.option("--slices", "num_slices", default=1, show_default=True, help="At most so many, each on its own machine.")
 @click.option("--gpu", "gpus", multiple=True, help="Kind of GPU; several are tried in this order.  [default: cheapest]")
-@click.option("--volume-id", help="Network volume on which run and data lie.")
+@click.option("--volume-id", help="Network volume on which run and data lie.  [default, on Modal: modal:hotlap]")
 @click.option("--data-center", "regions", multiple=True, help="Where to rent; several are tried in this order.")
 @click.option("--cloud", "tier", type=click.Choice(["secure", "community"]), help="Class of machines.  [default: any]")
-@click.option("--image", help="Container image with Python 3.11 and torch.  [default: from cloud.toml]")
+@click.option("--image", help="Container image with Python 3.11 and torch, by its digest.  [default: from cloud.toml]")
 @click.option("--base-model", help="As the machine finds it: a folder, a hub id, a package, or a short name.")
 @click.option("--dataset", help="A JSONL file, as the machine finds it.")
 @click.option("--output-dir", help="Folder in which runs have theirs.  [default: runs]")
@@ -120,6 +120,7 @@ def _launch(asked: _Asked) -> int:
     from hotlap.config import load_cloud
 
     settings, cloud = asked.settings(), load_cloud()
+    asked = replace(asked, volume_id=rental.volume_of(asked.provider, asked.volume_id))
     rental.require_slices(asked.num_slices)
     provider = rental.open_provider(asked.provider, cloud)
     if asked.shows_offers:
@@ -128,20 +129,18 @@ def _launch(asked: _Asked) -> int:
     if settings and rental.is_done(settings, provider, launches.last_ended(settings.run_name, ledger)):
         message = f"{settings.run_name} is done; nothing is rented. Something else needs --run NAME"
         return _tell(asked.as_json, settings.run_name, 0, "done", message, [])
-    _require_a_place(provider, asked.volume_id, cloud)
+    _require_a_place(provider, asked, cloud)
     offers = rental.offers_for(provider, asked.gpus, asked.where())
     image = rental.image_of(provider.traits, asked.image, cloud)
     place = launch_work.Place(provider, asked.volume_id, image, asked.only_prepares)
-    if settings is not None:
-        work = launch_work.of_slices(settings, place)
-    else:
-        errand = launch_work.errand_of(asked.job, asked.config, place, cloud, asked.num_trials, asked.num_runs)
-        work = launch_work.of_errand(errand, place)
+    work = _errand(asked, place, cloud) if settings is None else launch_work.of_slices(settings, place)
     run, num_slices = work.job.run, 0 if asked.only_prepares else asked.num_slices
     if not work.jobs(num_slices):
-        return _tell(asked.as_json, run, 0, "done", "a machine of yours has it all; nothing is to be prepared", [])
+        return _tell(asked.as_json, run, 0, "done", "there is nothing to be prepared", [])
     if asked.job == "research" and asked.config is not None:
         click.echo(launch_work.session_in_words(asked.config, work, offers, place), err=True)
+    if said := rental.prices_in_words(asked.provider, cloud):
+        click.echo(said, err=True)
     worst = rental.worst_case(offers, work.jobs(num_slices), provider, cloud)
     if asked.dry_run:
         return _tell_worst(worst, run, asked.as_json)
@@ -150,28 +149,37 @@ def _launch(asked: _Asked) -> int:
     if asked.detach:
         return _leave_behind(run, asked.as_json)
     launches.record(run)
-    with _stops() as stops, _Display(settings) as display:
+    with _stops() as stops, _Display(settings, work.results) as display:
         launcher = rental.launcher_of(provider, ledger, cloud, stops, display.on_event, display.say)
         end = _run(launcher, work, offers, num_slices, display)
     code = rental.leave_code(stops.is_pressed(), end)
     return _tell(asked.as_json, run, code, end.reason, end.message, list(end.leases))
 
 
-def _require_a_place(provider: "Provider", volume_id: str | None, settings: "CloudConfig") -> None:
-    """Somewhere to train that disturbs nobody, and somewhere for what is trained."""
+def _errand(asked: _Asked, place: "Place", cloud: "CloudConfig") -> "Work":
+    from hotlap.cli import launch_work
+
+    errand, kept = launch_work.errand_of(asked.job, asked.config, place, cloud, asked.num_trials, asked.num_runs)
+    work = launch_work.of_errand(errand, kept, place)
+    return work if work.results is None else replace(work, renew=lambda: _errand(asked, place, cloud).job)
+
+
+def _require_a_place(provider: "Provider", asked: _Asked, settings: "CloudConfig") -> None:
+    """Somewhere to train that disturbs nobody, and somewhere for what is trained. Errands come home by themselves."""
     from hotlap import guard
     from hotlap.cloud import rental
 
     if provider.traits.name == "local":
         guard.require_not_serving(settings)
-    rental.require_volume(provider.traits, volume_id)
+    if asked.job == "qlora":
+        rental.require_volume(provider.traits, asked.volume_id)
 
 
 def _run(launcher: "Launcher", work: "Work", offers: "list[Offer]", num_slices: int, display: "_Display") -> "ChainEnd":
     from hotlap.cloud import preparing, rental
 
     if work.preparation is None:
-        return rental.chain(launcher, work.job, offers, num_slices, display.on_lease_end)
+        return rental.chain(launcher, work.job, offers, num_slices, display.on_lease_end, work.renew)
     ready = preparing.prepare(launcher, work.preparation, offers, display.on_lease_end)
     click.echo(f"preparing the volume cost {ready.cost.text()}", err=True)
     if not ready.is_whole or num_slices == 0:
@@ -184,9 +192,12 @@ def _run(launcher: "Launcher", work: "Work", offers: "list[Offer]", num_slices: 
 class _Display:
     """Progress of slice after slice on standard error, and a line about each machine's end."""
 
-    def __init__(self, settings: "RunConfig | None") -> None:
+    def __init__(self, settings: "RunConfig | None", results: str | None) -> None:
+        from hotlap.cloud.bundle import Inbox
+
         self._settings = settings
         self._progress: SliceProgress | None = None
+        self._inbox = None if results is None else Inbox(Path(), (results,))
 
     def __enter__(self) -> "_Display":
         return self
@@ -199,6 +210,9 @@ class _Display:
 
         if event["event"] == "arrived":
             click.echo(f"on the volume: {plain(str(event.get('step')))}, {event.get('seconds')} s", err=True)
+        if event["event"] == "bundle" and self._inbox is not None:
+            for name in self._inbox.take(event):
+                click.echo(f"came home: {plain(name)}", err=True)
         if event["event"] == "start" and self._settings is not None:
             self._close()
             self._progress = SliceProgress(self._settings).__enter__()
@@ -217,6 +231,8 @@ class _Display:
         from hotlap.cloud.receipts import receipt_path
 
         self._close()
+        if self._inbox is not None and (wrong := self._inbox.what_is_wrong()):
+            click.echo(f"not all results came home: {wrong}. Run the same command again, or name a volume", err=True)
         lease = lease_end.lease
         click.echo(
             f"machine {lease.machine_id} is proven dead; it cost {lease.amount.text()}. "

@@ -177,7 +177,8 @@ def _draw(folder: "StudyFolder", history: "History") -> None:
     """Draw the charts, where they can be drawn."""
     from importlib.util import find_spec
 
-    if find_spec("matplotlib") is None:
+    # A rented machine's hotlap draws nothing, though its image may have what draws.
+    if find_spec("matplotlib") is None or find_spec("hotlap.report") is None:
         return
     from hotlap.report import charts
     from hotlap.research import board, proposer

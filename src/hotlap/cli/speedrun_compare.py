@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotlap.cli.speedrun import contest_option, json_option, say, stopped
+from hotlap.cli.speedrun import contest_option, json_option, say, speedrun, stopped
 from hotlap.errors import DONE, NOT_PROVEN
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _out = click.option(
 )
 
 
-@click.command(
+@speedrun.command(
     epilog="""\b
 Example:
   hotlap speedrun duel submissions/002-ada submissions/001-ada --pairs 3
@@ -55,7 +55,7 @@ def duel(first: Path, second: Path, pairs: int, out: Path | None, contest: Path,
     return NOT_PROVEN
 
 
-@click.command(
+@speedrun.command(
     epilog="""\b
 Example:
   hotlap speedrun ablate submissions/002-ada --against submissions/001-ada
@@ -97,7 +97,7 @@ def ablate(folder: Path, against: Path | None, rounds: int, out: Path | None, co
     return DONE
 
 
-@click.command(
+@speedrun.command(
     epilog="""\b
 Example:
   hotlap speedrun transfer submissions/002-ada --to c2

@@ -25,13 +25,13 @@ def measure(
     """
     from hotlap.cli.launch import launch
     from hotlap.cli.volume import opened
-    from hotlap.cloud import errands, ssh
+    from hotlap.cloud import errands, rental, ssh
     from hotlap.speedrun import submission
 
     if not folder.is_relative_to(contest):
         raise UsageError(f"{folder} lies outside of the contest {contest}. Name the contest with --contest.")
     place = folder.relative_to(contest).as_posix()
-    reached = ssh.VOLUME if provider == "ssh" else volume_id
+    reached = ssh.VOLUME if provider == "ssh" else rental.volume_of(provider, volume_id)
     there = opened(reached) if reached else None
     if there is not None:
         for path, key in _files(contest, folder, track.folder):

@@ -86,10 +86,11 @@ Example:
 )
 @click.argument("run")
 @_VOLUME
-@click.option("--from", "folder", default="runs", show_default=True, help="The volume's folder of runs.")
+@click.option("--from", "folder", default="runs", show_default=True, help="The volume's folder of runs, or of studies.")
 @click.option("--output-dir", default="runs", show_default=True, type=click.Path(path_type=Path), help="Where to.")
 def pull(run: str, volume_id: str, folder: str, output_dir: Path) -> None:
-    """Bring a run's adapters, metrics and reports here. Its checkpoints stay where it is trained."""
+    """Bring a run's adapters, metrics and reports here; a study's journal and board with --from studies --output-dir
+    studies. Checkpoints and trials stay where they are."""
     from hotlap.cloud import volume as volumes
 
     volumes.pull(opened(volume_id), run, folder, output_dir, lambda text: click.echo(text, err=True))

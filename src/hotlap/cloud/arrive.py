@@ -3,9 +3,10 @@
     python3 -I arrive.py ROOT DIGEST FILE_NAME ORDER
 
 Standard library only, and it stands alone: its text travels in the create request, as the job of `boot`. ROOT is the
-volume, DIGEST the wheel's SHA-256. ORDER is JSON: `part`, a part of the wheel as its number, their count and a text,
-and `install`, which the last machine has: an extra, and commands, each a list of words for the environment's Python.
-Either may be missing. Lines on standard output: `HOTLAP: ` and JSON, an `arrived` event per step with its seconds.
+volume, or any folder where there is none; DIGEST the wheel's SHA-256. ORDER is JSON: `part`, a part of the wheel as its
+number, their count and a text, and `install`, which the last machine has: an extra, and commands, each a list of words
+for the environment's Python. Either may be missing. Lines on standard output: `HOTLAP: ` and JSON, an `arrived` event
+per step with its seconds.
 """
 
 import base64
@@ -26,12 +27,13 @@ _OLDEST = (3, 11)
 def main(argv: list[str]) -> int:
     if sys.version_info < _OLDEST:
         return _fail(f"The image's Python is {sys.version.split()[0]}; hotlap needs 3.11 or newer. Use another image.")
-    root, digest, file_name, text = argv
+    place, digest, file_name, text = argv
+    root = Path(place).absolute()
     order = json.loads(text)
-    wheel = Path(root) / ".hotlap" / "parcels" / digest / file_name
+    wheel = root / ".hotlap" / "parcels" / digest / file_name
     code = take_part(wheel, digest, *order["part"]) if "part" in order else 0
     if code == 0 and "install" in order:
-        code = install(env_folder(Path(root), digest), wheel, digest, *order["install"])
+        code = install(env_folder(root, digest), wheel, digest, *order["install"])
     return code
 
 

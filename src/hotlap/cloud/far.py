@@ -27,9 +27,9 @@ from hotlap import durable
 from hotlap.cloud import boot
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.provider import Listing, ListingBroken, Offer, Start, Tags
-from hotlap.cloud.volume import CHUNK_BYTES, FolderVolume
+from hotlap.cloud.volume import CHUNK_BYTES, FolderVolume, finish
 from hotlap.config import hotlap_home
-from hotlap.errors import CorruptFile, HotlapError
+from hotlap.errors import HotlapError
 
 Order = dict[str, Any]
 
@@ -88,11 +88,7 @@ def _put(_provider: LocalProvider, order: Order) -> Any:
     while left and (chunk := sys.stdin.buffer.read(min(left, CHUNK_BYTES))):
         durable.disk.append(part, chunk)
         left -= len(chunk)
-    if durable.sha256_file(part) != order["sha256"]:
-        durable.disk.remove(part)
-        raise CorruptFile(f"{path} did not arrive whole. Put it again.")
-    durable.sync_file(part)
-    durable.disk.rename(part, path)
+    finish(part, path, order["sha256"], str(path))
     return order["num_bytes"]
 
 

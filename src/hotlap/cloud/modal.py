@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,13 +28,16 @@ from hotlap.cloud.provider import (
     read_tags,
 )
 from hotlap.config_cloud import ModalConfig
-from hotlap.errors import AmbiguousCreate, NoCapacity, NoPermission, NotCreated, ProviderFailed, UsageError
+from hotlap.errors import AmbiguousCreate, ConfigError, NoCapacity, NoPermission, NotCreated, ProviderFailed, UsageError
 
 T = TypeVar("T")
 
 APP = "hotlap"
 VOLUME_PREFIX = "modal:"
 """Tells a volume of Modal's from a folder and from RunPod's."""
+
+DEFAULT_VOLUME = f"{VOLUME_PREFIX}{APP}"
+"""Where no other is named. Volumes there are made by their name, and stand in no one place."""
 
 CREATE_S = 120.0
 """The SDK waits 21 minutes for capacity; we do not, and whoever is still queued then is ended."""
@@ -127,7 +131,14 @@ class ModalProvider:
         return TRAITS
 
     def offers(self, gpu: str | None = None, where: Where = ANYWHERE) -> list[Offer]:
-        kinds = {name: round(usd * 1e6) for name, usd in self._settings.usd_per_hour.items() if gpu in (None, name)}
+        factor = 1.0 if not where.regions else self._settings.region_factor
+        if factor is None:
+            raise ConfigError(
+                "Modal charges more for a region of one's choice, and how much is not known here. Leave --data-center "
+                "out, or look it up and write region_factor into cloud.toml, under [modal]."
+            )
+        prices = self._settings.usd_per_hour
+        kinds = {name: ceil(usd * factor * 1e6 - 1e-3) for name, usd in prices.items() if gpu in (None, name)}
         regions = where.regions or (None,)
         found = [
             Offer("modal", name, region, usd_micros, memory_gb=_MEMORY_GB.get(name))
@@ -178,7 +189,9 @@ class ModalProvider:
         volumes: dict[str, Any] = {}
         if start.volume_id is not None:
             volumes[start.volume_path] = modal.Volume.from_name(
-                start.volume_id.removeprefix(VOLUME_PREFIX), client=self._client
+                start.volume_id.removeprefix(VOLUME_PREFIX),
+                create_if_missing=start.volume_id == DEFAULT_VOLUME,
+                client=self._client,
             )
         secrets = [
             modal.Secret.from_name(ref, required_keys=[name], client=self._client)

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from hotlap import durable
 from hotlap.cloud.modal import client, definite, sdk
-from hotlap.cloud.volume import Item
-from hotlap.errors import CorruptFile, MissingArtifact
+from hotlap.cloud.volume import Item, finish
+from hotlap.errors import MissingArtifact
 
 T = TypeVar("T")
 _HASHES = ".hotlap/sha256/"
@@ -71,11 +71,7 @@ class ModalVolume:
         except FileNotFoundError:
             durable.disk.remove(part)
             raise MissingArtifact(f"There is no {key} on {self._name}. hotlap volume ls shows what there is.") from None
-        if digest and durable.sha256_file(part) != digest:
-            durable.disk.remove(part)
-            raise CorruptFile(f"{key} of {self._name} is not what was put there; it is removed here. Get it again.")
-        durable.sync_file(part)
-        durable.disk.rename(part, target)
+        finish(part, target, digest, f"{key} of {self._name}")
         return True
 
     def _hash_of(self, key: str) -> str | None:

@@ -12,10 +12,12 @@ import csv
 import hashlib
 import io
 import re
+import tokenize
 import zipfile
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -31,12 +33,23 @@ _OF_THE_IMAGE = {"torch"}
 _SENT = (".py", ".jsonl", ".toml", ".typed")
 _STAYS = re.compile(
     r"(cloud|export|report|testing)/|translate\.py|data/propose\.py|"
+    r"cli/(budget|dashboard|demo|doctor|export|generate|init|launch|machines|push|reap|report|serve|sink|"
+    r"speedrun|train|volume)\w*\.py|"
     r"speedrun/(ablate|duel|new_track|rerun|rounds|template|transfer)\.py"
 )
 """What no job on a rented machine uses."""
 
-_GOES = re.compile(r"cloud/(__init__|errand|provider|worker)\.py")
+_GOES = re.compile(r"(cloud/(__init__|bundle|errand|provider|worker)|cli/__init__)\.py")
 """Of that, what every job there begins with."""
+
+_CORE = r"(__\w+__|checkpoint|child|clock|config\w*|durable|errors|guard|runs|supervise|tether)\.py|"
+_ALONE = {
+    "research": re.compile(
+        _CORE + r"cli/(__init__|research\w*|progress|runs)\.py|research/(?!lora|simulate|replay|ray_|price)\w+\.py"
+    ),
+    "verify": re.compile(_CORE + r"(artifacts|hub|pins|sources)\.py|speedrun/\w+\.py"),
+}
+"""What a kind of errand takes along where no volume has the rest: one request has room for it."""
 
 _AS_IT_IS = "speedrun/evaluate.py"
 """Tracks are pinned to its bytes."""
@@ -61,18 +74,22 @@ class Parcel:
         return [text[start : start + _PART_CHARS] for start in range(0, len(text), _PART_CHARS)]
 
 
-def pack() -> Parcel:
-    """The running hotlap as a wheel."""
+def pack(errand: Literal["research", "verify"] | None = None) -> Parcel:
+    """The running hotlap as a wheel; for an errand alone, only what that uses, and without comments."""
     here = metadata.distribution("hotlap")
     info = f"hotlap-{here.version}.dist-info"
     root = Path(hotlap.__file__).parent
-    files = {f"hotlap/{name}": _sent(root, name) for name in _names(root)}
+    names, send = _names(root), _sent
+    if errand is not None:
+        names, send = [name for name in names if _GOES.fullmatch(name) or _ALONE[errand].fullmatch(name)], _sent_bare
+    files = {f"hotlap/{name}": send(root, name) for name in names}
     headers, _, _read_me = (here.read_text("METADATA") or "").partition("\n\n")
     files[f"{info}/METADATA"] = (headers + "\n").encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: hotlap\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{info}/entry_points.txt"] = (here.read_text("entry_points.txt") or "").encode()
-    files[f"{info}/constraints.txt"] = constraints().encode()
-    files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD")
+    files[f"{info}/constraints.txt"] = constraints("gpt" if errand == "research" else _EXTRA).encode()
+    # Hashes do not pack, and the whole is held against its own on the machine.
+    files[f"{info}/RECORD"] = _record(files, f"{info}/RECORD", is_hashed=errand is None)
     return Parcel(_zipped(files), f"hotlap-{here.version}-py3-none-any.whl")
 
 
@@ -84,6 +101,21 @@ def _names(root: Path) -> list[str]:
 def _sent(root: Path, name: str) -> bytes:
     data = (root / name).read_bytes()
     return bare(data.decode()).encode() if name.endswith(".py") and name != _AS_IT_IS else data
+
+
+def _sent_bare(root: Path, name: str) -> bytes:
+    data = _sent(root, name)
+    return uncommented(data.decode()).encode() if name.endswith(".py") and name != _AS_IT_IS else data
+
+
+def uncommented(source: str) -> str:
+    """The same program without comments, each line where it was."""
+    lines = source.splitlines(keepends=True)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip() + "\n"
+    return "".join(lines)
 
 
 def bare(source: str) -> str:
@@ -104,10 +136,10 @@ def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def constraints() -> str:
-    """The versions installed here of all that a slice needs, a line each."""
+def constraints(extra: str = _EXTRA) -> str:
+    """The versions installed here of all that hotlap with this extra needs, a line each."""
     found: dict[str, str] = {}
-    waiting = [("hotlap", frozenset({_EXTRA}))]
+    waiting = [("hotlap", frozenset({extra}))]
     while waiting:
         name, extras = waiting.pop()
         if name in found or name in _OF_THE_IMAGE:
@@ -125,12 +157,12 @@ def constraints() -> str:
     return "".join(f"{name}=={version}\n" for name, version in sorted(found.items()))
 
 
-def _record(files: dict[str, bytes], itself: str) -> bytes:
+def _record(files: dict[str, bytes], itself: str, is_hashed: bool) -> bytes:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for name, data in files.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-        writer.writerow((name, f"sha256={digest}", len(data)))
+        writer.writerow((name, f"sha256={digest}", len(data)) if is_hashed else (name, "", ""))
     writer.writerow((itself, "", ""))
     return out.getvalue().encode()
 

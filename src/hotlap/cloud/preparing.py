@@ -1,7 +1,8 @@
 """Prepare a volume, so that slices start within seconds of boot: hotlap, its environment, the model and packed data.
 
-What does not fit into one request is brought by machines of a minute or so, a part each; the last one brings its part
-and installs. Every step is skipped when it was done before.
+The wheel goes there by the volume's own address, where there are keys to it. Else it is brought by machines of a minute
+or so, a part each, for it does not fit into one request; the last one brings its part and installs. Every step is
+skipped when it was done before.
 """
 
 import json
@@ -18,6 +19,7 @@ from hotlap.cloud.parcel import Parcel
 from hotlap.cloud.provider import Offer, Start, Traits
 from hotlap.cloud.rental import boot_env, worker_of
 from hotlap.cloud.runpod_shapes import boot_argv, packed
+from hotlap.cloud.volume import Volume
 from hotlap.config import RunConfig, hotlap_home
 
 VOLUME = "/workspace"
@@ -96,6 +98,21 @@ class Preparation:
     run: str
     digest: str
     jobs: tuple[Job, ...]
+    carried: "tuple[Parcel, Volume] | None" = None
+    """The wheel, if it goes by the volume's own address, before the first machine."""
+
+    def carry(self) -> None:
+        """
+        Raises:
+            As volumes do.
+        """
+        if self.carried is None:
+            return
+        parcel, volume = self.carried
+        here = hotlap_home() / "parcels" / parcel.digest / parcel.file_name
+        durable.make_dirs(here.parent)
+        durable.replace(here, parcel.wheel)
+        volume.put(here, f".hotlap/parcels/{parcel.digest}/{parcel.file_name}")
 
     def note(self) -> None:
         """Remember it, so that the next launch rents nothing for it."""
@@ -117,10 +134,16 @@ def is_prepared(volume_id: str, run: str, parcel: Parcel) -> bool:
 
 
 def preparation(
-    config: RunConfig | None, parcel: Parcel, volume_id: str, image: str | None, traits: Traits, extra: str = "train"
+    config: RunConfig | None,
+    parcel: Parcel,
+    volume_id: str,
+    image: str | None,
+    traits: Traits,
+    extra: str = "train",
+    volume: Volume | None = None,
 ) -> Preparation:
     """What it takes to have everything on the volume that a slice of this run needs; without a run, what an errand
-    does."""
+    does. `volume` is there if it can be reached from here."""
     run = f"prepare-{volume_id}"[:64]
     source = packed(arrive.__file__)
 
@@ -128,12 +151,14 @@ def preparation(
         words = (VOLUME, parcel.digest, parcel.file_name, json.dumps(order))
         return _job(run, cap_s, boot_argv(("python3", "-I", "-c", source, *words)), volume_id, image, traits)
 
-    texts = [] if parcel.digest in _known(volume_id)["parcels"] else parcel.parts()
+    is_there = parcel.digest in _known(volume_id)["parcels"]
+    texts = [] if is_there or volume is not None else parcel.parts()
     parts = [{"part": (number, len(texts), text)} for number, text in enumerate(texts)]
     install = {"install": (extra, [] if config is None else commands_of(on_volume(config)))}
     last = parts.pop() if parts else {}
     jobs = (*(job(_PART_CAP_S, **part) for part in parts), job(_INSTALL_CAP_S, **last, **install))
-    return Preparation(volume_id, ERRANDS if config is None else config.run_name, parcel.digest, jobs)
+    carried = None if is_there or volume is None else (parcel, volume)
+    return Preparation(volume_id, ERRANDS if config is None else config.run_name, parcel.digest, jobs, carried)
 
 
 @dataclass(frozen=True)
@@ -151,7 +176,12 @@ class Prepared:
 def prepare(
     launcher: Launcher, plan: Preparation, offers: Sequence[Offer], on_end: Callable[[LeaseEnd], None]
 ) -> Prepared:
-    """Run it, machine after machine, up to the first that fails."""
+    """Run it, machine after machine, up to the first that fails.
+
+    Raises:
+        As `Launcher.launch`, and as volumes do.
+    """
+    plan.carry()
     ends: list[LeaseEnd] = []
     for job in plan.jobs:
         ends.append(launcher.launch(job, offers))

@@ -144,6 +144,13 @@ def offers_for(provider: Provider, gpus: Sequence[str], where: Where = ANYWHERE)
     return offers
 
 
+def volume_of(provider: str, named: str | None) -> str | None:
+    """The volume of a launch. Where volumes cost nothing to make, there is always one."""
+    from hotlap.cloud import modal
+
+    return named or (modal.DEFAULT_VOLUME if provider == "modal" else None)
+
+
 def require_volume(traits: Traits, volume_id: str | None) -> None:
     """
     Raises:
@@ -151,8 +158,9 @@ def require_volume(traits: Traits, volume_id: str | None) -> None:
     """
     if traits.needs_volume and volume_id is None:
         raise UsageError(
-            f"Nothing outlives a machine of {traits.name} but what lies on a volume, and hotlap itself, which is too "
-            f"large for one request, arrives by it. Name one: --volume-id."
+            f"Nothing outlives a machine of {traits.name} but what lies on a volume, so training needs one: "
+            f"--volume-id V. RunPod's console makes them under Storage, each in one data center; docs/how-to/runpod.md "
+            f"says more. A study of GPTs or a verification needs none."
         )
 
 
@@ -160,23 +168,28 @@ def image_of(traits: Traits, named: str | None, settings: CloudConfig) -> str | 
     """The container image of a launch, which is the same tomorrow. None where machines have none.
 
     Raises:
-        ConfigError: none is named, or one by a name that may be given to another.
+        ConfigError: one is named by a name that may be given to another.
     """
     defaults = {"runpod": settings.runpod.image, "modal": settings.modal.image}
     if traits.name not in defaults:
         return None
     image = named or defaults[traits.name]
-    if image is None:
-        raise ConfigError(
-            f"No image is named, and {traits.name} starts nothing without one. Name one that has Python 3.11 with "
-            f"--image NAME@sha256:DIGEST, or as {traits.name}.image in {hotlap_home() / 'cloud.toml'}."
-        )
     if not _PINNED.fullmatch(image):
         raise ConfigError(
             f"The image {image} is not pinned: its name may mean another one tomorrow. Write NAME@sha256:DIGEST; "
             f"`docker buildx imagetools inspect {image.partition('@')[0]}` tells the digest."
         )
     return image
+
+
+def prices_in_words(provider: str, settings: CloudConfig) -> str | None:
+    """Where prices come from that the provider does not tell itself. None: it does."""
+    if provider != "modal":
+        return None
+    return (
+        f"Modal tells no prices: these are of {settings.modal.prices_as_of}, as {hotlap_home() / 'cloud.toml'} has "
+        f"them. Compare them with modal.com/pricing"
+    )
 
 
 def local_job(config: RunConfig, traits: Traits) -> Job:
@@ -314,11 +327,20 @@ def is_done(config: RunConfig, provider: Provider, last: Lease | None) -> bool:
 
 
 def chain(
-    launcher: Launcher, job: Job, offers: Sequence[Offer], num_slices: int, on_end: Callable[[LeaseEnd], None]
+    launcher: Launcher,
+    job: Job,
+    offers: Sequence[Offer],
+    num_slices: int,
+    on_end: Callable[[LeaseEnd], None],
+    renew: Callable[[], Job] | None = None,
 ) -> ChainEnd:
-    """Slice after slice, each on a machine of its own, until the run is done, fails, or the number is used up."""
+    """Slice after slice, each on a machine of its own, until the run is done, fails, or the number is used up.
+
+    `renew` is there where a job takes along what came home from the one before.
+    """
     ends: list[LeaseEnd] = []
-    for _ in range(num_slices):
+    for number in range(num_slices):
+        job = renew() if renew is not None and number > 0 else job
         ends.append(launcher.launch(job, offers))
         on_end(ends[-1])
         code, reason, message = answer_of(ends[-1])

@@ -17,6 +17,7 @@ from typing import Any
 
 from hotlap.cloud import boot
 from hotlap.cloud.provider import Machine, Offer, Start, State, Tags, read_tags
+from hotlap.config_cloud import DEFAULT_IMAGE, DEFAULT_IMAGE_CUDA
 from hotlap.errors import (
     AmbiguousCreate,
     NoCapacity,
@@ -29,6 +30,9 @@ from hotlap.errors import (
 
 KEY_VARIABLE = "RUNPOD_API_KEY"
 URL_VARIABLE = "HOTLAP_RUNPOD_URL"
+
+MAX_ARGV_BYTES = 99_000
+"""Of a create's body, which may have 102,400, what the command may take."""
 
 _STATES: dict[str, State] = {
     "PROVISIONING": "provisioning",
@@ -76,7 +80,8 @@ def create_body(offer: Offer, tags: Tags, start: Start, url: str = boot.DEFAULT_
     if offer.gpu == "cpu":
         body["cpu"] = {"id": "cpu3c", "vcpuCount": 2}
     else:
-        body["gpu"] = {"id": offer.gpu, "count": offer.num_gpus}
+        floor = {"minCudaVersion": DEFAULT_IMAGE_CUDA} if start.image == DEFAULT_IMAGE else {}
+        body["gpu"] = {"id": offer.gpu, "count": offer.num_gpus, **floor}
     if offer.region:
         body["dataCenterIds"] = [offer.region]
     if start.volume_id:

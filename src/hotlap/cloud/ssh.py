@@ -28,12 +28,11 @@ from hotlap.cloud.provider import (
     Traits,
     Where,
 )
-from hotlap.cloud.volume import CHUNK_BYTES, Item
+from hotlap.cloud.volume import CHUNK_BYTES, Item, finish
 from hotlap.config_cloud import SshConfig
 from hotlap.errors import (
     AmbiguousCreate,
     ConfigError,
-    CorruptFile,
     HotlapError,
     MissingArtifact,
     NotCreated,
@@ -266,11 +265,7 @@ class BoxVolume:
         part = target.with_name(f".{target.name}.{digest[:12]}.part")
         begin = part.stat().st_size if part.exists() else 0
         self._box.ask("get", {"key": key, "begin": begin}, take=lambda chunk: durable.disk.append(part, chunk))
-        if durable.sha256_file(part) != digest:
-            durable.disk.remove(part)
-            raise CorruptFile(f"{key} of the box did not arrive as it lies there; it is removed here. Get it again.")
-        durable.sync_file(part)
-        durable.disk.rename(part, target)
+        finish(part, target, digest, f"{key} of the box")
         return True
 
     def _hash_of(self, key: str) -> str | None:

@@ -62,7 +62,7 @@ def open_volume(volume_id: str, center_of: Callable[[str], str], env: Mapping[st
     if Path(volume_id).is_dir():
         return FolderVolume(Path(volume_id))
     access, secret = (env.get(f"RUNPOD_S3_{word}_KEY", "") for word in ("ACCESS", "SECRET"))
-    if not access or not secret:
+    if not has_keys(env):
         raise NoPermission(
             "RUNPOD_S3_ACCESS_KEY and RUNPOD_S3_SECRET_KEY are not set: volumes have keys of their own, made in the "
             "console under Storage."
@@ -85,6 +85,27 @@ def walk(source: Path, key: str) -> Iterable[tuple[Path, str]]:
     if not files:
         raise UsageError(f"{source} is no file, and no folder with files in it.")
     return [(path, str(PurePosixPath(key) / path.relative_to(source).as_posix())) for path in files]
+
+
+def finish(part: Path, target: Path, digest: str | None, what: str, num_bytes: int | None = None) -> None:
+    """Make what has arrived as a part the file that it is to be.
+
+    Raises:
+        CorruptFile: it is not what was sent; it is removed.
+    """
+    if not part.exists():  # an empty file has no first chunk
+        durable.write_synced(part, b"")
+    is_short = num_bytes is not None and part.stat().st_size != num_bytes
+    if is_short or (digest and durable.sha256_file(part) != digest):
+        durable.disk.remove(part)
+        raise CorruptFile(f"{what} did not arrive as it was sent; it is removed. Run the same command again.")
+    durable.sync_file(part)
+    durable.disk.rename(part, target)
+
+
+def has_keys(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether a network volume can be reached from here."""
+    return bool(env.get("RUNPOD_S3_ACCESS_KEY") and env.get("RUNPOD_S3_SECRET_KEY"))
 
 
 class FolderVolume:
@@ -222,14 +243,7 @@ class S3Volume:
             body = self._asked(lambda: self._s3.get_object(**asked)["Body"])
             for chunk in self._asked(lambda: body.iter_chunks(CHUNK_BYTES)):
                 durable.disk.append(part, chunk)
-        elif not part.exists():
-            durable.write_synced(part, b"")
-        arrived = part.stat().st_size
-        if arrived != num_bytes or (digest and durable.sha256_file(part) != digest):
-            durable.disk.remove(part)
-            raise CorruptFile(f"{key} of {self._id} did not arrive as it was put there; it is removed. Get it again.")
-        durable.sync_file(part)
-        durable.disk.rename(part, target)
+        finish(part, target, digest, f"{key} of {self._id}", num_bytes)
         return True
 
     def _head(self, key: str) -> dict[str, Any] | None:
@@ -266,16 +280,21 @@ def _is_below(key: str, prefix: str) -> bool:
 RESULTS = ("adapter", "best", "slices", "metrics.jsonl", "run.json")
 """Of a run's folder what a user wants to have: its adapters, and what tells how it went. Checkpoints stay there."""
 
+_BOARD = ("LEADERBOARD.md", "leaderboard.json", "best.json", "anchor.json", "plots.json")
+_OF_A_STUDY = ("experiments.jsonl", "secret", *_BOARD)
+"""The same of a study: its journal, what all seeds come from, and its board. Its trials stay."""
+
 
 def pull(volume: Volume, run: str, folder_there: str, here: Path, say: Callable[[str], None]) -> list[Path]:
-    """Bring a run's results here. What is published as a folder is checked against its own manifest.
+    """Bring the results of a run, or of a study, here. What is published as a folder is checked against its manifest.
 
     Raises:
         MissingArtifact: there is no such run.
         CorruptFile: an adapter is not what its manifest says; it is removed.
     """
     root = str(PurePosixPath(folder_there) / run)
-    items = [item for item in volume.ls(root) if PurePosixPath(item.key).relative_to(root).parts[0] in RESULTS]
+    wanted = (*RESULTS, *_OF_A_STUDY)
+    items = [item for item in volume.ls(root) if PurePosixPath(item.key).relative_to(root).parts[0] in wanted]
     if not items:
         raise MissingArtifact(f"There are no results of {run} in {folder_there} of that volume. It may not have begun.")
     found: list[Path] = []

@@ -9,7 +9,6 @@ in a row ends the search (docs/decisions/0043).
 import json
 import random
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -96,7 +95,7 @@ class Asker:
         said = said[-_MAX_ANSWER:]
         if process.returncode != 0:
             code = process.returncode
-            ending = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+            ending = f"exit code {code}" if code > 0 else child.signal_name(-code)
             return said, f"it ended with {ending}: {talk[-_MAX_TEXT:].strip()}"
         return said, None
 

@@ -257,11 +257,11 @@ def status_of(end: child.ChildEnd, result: Row | None, was_oom_killed: bool) -> 
     if end.exit_code == -signal.SIGKILL and was_oom_killed:
         return "oom", "OutOfMemoryKiller"
     if end.exit_code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT):
-        return "killed", signal.Signals(-end.exit_code).name
+        return "killed", child.signal_name(-end.exit_code)
     if end.exit_code == UsageError.exit_code:
         return "refused", "OrderRefused"
     if end.exit_code != 0:
-        return "crash", signal.Signals(-end.exit_code).name if end.exit_code < 0 else f"Exit{end.exit_code}"
+        return "crash", child.signal_name(-end.exit_code) if end.exit_code < 0 else f"Exit{end.exit_code}"
     if result is None or result.get("status") not in _OWN_STATUSES:
         return "crash", "NoResult"
     return (result["status"], result.get("error_class")) if result["status"] != OK else _status_of_score(result)

@@ -5,6 +5,7 @@ import heapq
 import itertools
 import json
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -226,7 +227,10 @@ class LocalProcesses:
 
 class RealContainer:
     def __init__(self, argv: list[str], env: dict[str, str], disk: Path) -> None:
-        self._mark = env["RUNPOD_POD_ID"]
+        # Not the machine's id: another emulator, at the same seed, has a machine of the same one.
+        self._mark = f"HOTLAP_TESTING_CONTAINER={secrets.token_hex(16)}"
+        name, _, value = self._mark.partition("=")
+        env = {**env, name: value}
         self._lines: list[str] = []
         self._turn = threading.Lock()
         self._is_over = False
@@ -280,7 +284,7 @@ class RealContainer:
         if self._process is None:
             return
         self.signal(signal.SIGKILL)
-        for pid in guardian.pids_with(f"RUNPOD_POD_ID={self._mark}"):
+        for pid in guardian.pids_with(self._mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()

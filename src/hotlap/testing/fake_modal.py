@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from grpclib.server import Server
 from modal_proto import api_pb2 as pb
 from modal_proto.api_grpc import ModalClientBase
 
-from hotlap import clock
+from hotlap import clock, durable
 from hotlap.testing.containers import Birth, Container, Exit, Line, LocalProcesses
 
 _TICK_S = 0.02
@@ -54,6 +54,33 @@ class Sandbox:
                 self.container.kill()
 
 
+class _Files(MutableMapping[str, bytes]):
+    """The one volume: a folder, which sandboxes see as theirs."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __getitem__(self, key: str) -> bytes:
+        path = self._root / key
+        if not path.is_file():
+            raise KeyError(key)
+        return path.read_bytes()
+
+    def __setitem__(self, key: str, data: bytes) -> None:
+        durable.make_dirs((self._root / key).parent)
+        durable.replace(self._root / key, data)
+
+    def __delitem__(self, key: str) -> None:
+        durable.disk.remove(self._root / key)
+
+    def __iter__(self) -> Iterator[str]:
+        files = (path for path in self._root.rglob("*") if path.is_file() and not path.is_symlink())
+        return iter(sorted(path.relative_to(self._root).as_posix() for path in files))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
 class _Silent:
     """Stands for a service, of which only the routes are wanted."""
 
@@ -76,7 +103,7 @@ class FakeModal:
         self.volumes: set[str] = set()
         self.secrets: dict[str, dict[str, str]] = {}
         self.contents: dict[str, bytes] = {}
-        self.files: dict[str, bytes] = {}
+        self.files = _Files(folder / "volume")
         self.requests: list[str] = []
         self.faults: dict[str, list[str]] = {}
         self.url = self._blocks_url = ""
@@ -230,8 +257,9 @@ class FakeModal:
 
     async def _VolumeListFiles(self, request: Any) -> AsyncIterator[Any]:
         folder = request.path.strip("/")
-        for key, data in self.files.items():
+        for key in self.files:
             if not folder or key == folder or key.startswith(f"{folder}/"):
+                data = self.files[key]
                 yield pb.VolumeListFilesResponse(
                     entries=[pb.FileEntry(path=key, type=pb.FileEntry.FILE, size=len(data))]
                 )
