@@ -11,6 +11,7 @@ import click
 
 import hotlap
 from hotlap.cli.budget import budget
+from hotlap.cli.commands import Commands
 from hotlap.cli.dashboard import dashboard
 from hotlap.cli.demo import demo
 from hotlap.cli.doctor import doctor
@@ -38,7 +39,7 @@ from hotlap.errors import HotlapError, storage_failure
 _PATHS_OF_THE_USER = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(hotlap.__version__)
 def cli() -> None:
     """Fine-tune small language models in laps: time-boxed slices that resume bit for bit.
@@ -49,27 +50,11 @@ def cli() -> None:
     """
 
 
-_HERE = (
-    demo,
-    init,
-    doctor,
-    prefetch,
-    preview,
-    train,
-    runs,
-    logs,
-    stop,
-    generate,
-    report,
-    dashboard,
-    sink,
-    research,
-    speedrun,
-)
-_EXPORTS = (export, serve, bench, push)
-_RENTED = (launch, machines, reap, budget, volume, pull)
-for command in (*_HERE, *_EXPORTS, *_RENTED):
-    cli.add_command(command)
+cli.add_commands("Begin", (demo, doctor, prefetch, init, preview))
+cli.add_commands("Train, and look at it", (train, runs, logs, stop, generate, report, dashboard, sink))
+cli.add_commands("Rent machines", (launch, machines, budget, reap, volume, pull))
+cli.add_commands("From an adapter to a served model", (export, serve, bench, push))
+cli.add_commands("Search and race", (research, speedrun))
 for command in (duel, ablate, transfer):
     speedrun.add_command(command)
 
@@ -84,7 +69,7 @@ def main() -> NoReturn:
         _leave(130, "interrupted", "interrupted")
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        sys.exit(2)
+        _leave(2, "usage", "which command? They stand above.")
     except click.ClickException as error:
         _leave(2, "usage", error.format_message())
     except HotlapError as error:
@@ -122,10 +107,10 @@ def _require_utf8(arguments: list[str]) -> None:
 
 
 def _leave(code: int, reason: str, message: str) -> NoReturn:
-    """Say why on the last line of standard error, and as JSON where JSON was asked for."""
+    """Say why on the last line of standard error, which is one line, and as JSON where JSON was asked for."""
     from hotlap.cli.progress import plain
 
     if "--json" in sys.argv:
         click.echo(json.dumps({"exit_code": code, "reason": reason, "message": message}))
-    click.echo(plain(f"hotlap: exit {code} {reason}: {message}"), err=True)
+    click.echo(plain(f"hotlap: exit {code} {reason}: {' '.join(message.split())}"), err=True)
     sys.exit(code)

@@ -48,12 +48,12 @@ def unfilled(template: str, tokenizer_s: Iterable[str]) -> list[str]:
     return [
         place
         for place in written
-        if place not in asked
-        and (place in free if "." not in place else _is_unknown_key(*place.split(".", 1), of_messages))
+        if place not in asked and (_is_unknown_key(place, of_messages) if "." in place else place in free)
     ]
 
 
-def _is_unknown_key(name: str, key: str, of_messages: set[str]) -> bool:
+def _is_unknown_key(place: str, of_messages: set[str]) -> bool:
+    name, _, key = place.partition(".")
     return name in of_messages and key not in _OF_A_MESSAGE and not hasattr(dict, key)
 
 

@@ -227,10 +227,15 @@ def _anchor_trouble(anchor: Anchor) -> HotlapError | None:
         return ConfigError(f"The trial refuses its order ({last_line}). Mend that, and give the study another name.")
     if len(failed) >= _MAX_FAILED_ANCHOR_RUNS:
         row = failed[-1]
-        return ChildCrashed(
-            f"{len(failed)} runs of the {row['role']} failed, the last one ended {row['status']} "
-            f"({row['error_class']}): {row['error_tail']}. Change [start], or mend the trial."
+        how = (
+            f"{len(failed)} runs of the {row['role']} failed, the last one ended {row['status']} ({row['error_class']})"
         )
+        if row["status"] == "timeout":
+            return ChildCrashed(
+                f"{how}: it was not over at 1.6 x study.budget_s + 5 s. If this machine is busy with something else, "
+                f"wait until it is not; what needs longer to begin gets study.setup_s."
+            )
+        return ChildCrashed(f"{how}: {_last_words(row['error_tail'])}. Change [start], or mend the trial.")
     if sum(row["status"] == "killed" and row["exit_code"] is not None for row in own) >= _MAX_FAILED_ANCHOR_RUNS:
         return ChildCrashed(
             f"{_MAX_FAILED_ANCHOR_RUNS} runs of the {own[-1]['role']} were killed from outside. The system may have "
@@ -244,6 +249,12 @@ def _anchor_trouble(anchor: Anchor) -> HotlapError | None:
             f'Run the same command when it is quiet, or set study.on_disturbed = "use" and live with the noise.'
         )
     return None
+
+
+def _last_words(tail: str) -> str:
+    """The last line that is no progress."""
+    lines = [line for line in tail.splitlines() if line.strip() and not line.startswith('{"fraction"')]
+    return lines[-1].strip() if lines else "it said nothing"
 
 
 def _noise_trouble(history: History, noise: Noise) -> HotlapError | None:
