@@ -1,10 +1,12 @@
 """The commands that the README and the documentation show, page by page, and a folder in which they can be typed."""
 
+import json
 import re
 import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -59,7 +61,10 @@ def furnish(folder: Path, page: str, budget_s: float | None = None) -> None:
     for name in ("train.jsonl", "data/train.jsonl"):
         (folder / name).write_text(rows)
     (folder / "mine.jsonl").write_text(_CONTEST_ROWS)
-    (folder / "my.txt").write_text("To be, or not to be, that is the question. " * 20_000)
+    (folder / "my.txt").write_text("\n\n".join(topics.values()))
+    (folder / "ORDER.json").write_text(
+        json.dumps({"config": {"depth": 2}, "budget_s": budget_s or 20.0, "out": "r.json"})
+    )
     (folder / "axolotl.yaml").write_text(_AXOLOTL)
     for study in ("lr", "my-study"):
         (folder / f"{study}.toml").write_text(_STUDY.replace("NAME", study))
