@@ -121,7 +121,7 @@ class Reader:
 def why_not(line: Shown) -> str | None:
     missing = [name for name in _EXTRAS if re.search(rf"--to {name}\b|{name}\.md", f"{line.text} {line.page}")]
     if re.search(r"hotlap (serve|bench)", line.text):
-        missing.append("fastapi")  # which `transformers serve` wants
+        missing += ["fastapi", "openai"]  # which `transformers serve` wants
     return line.why_not or next((f"{name} is not installed" for name in missing if find_spec(name) is None), None)
 
 
