@@ -8,6 +8,7 @@ from hotlap import clock
 from hotlap.cli.launch import _Display
 from hotlap.cli.progress import SliceProgress
 from hotlap.config import RunConfig
+from hotlap.research.plan import last_words
 
 SETTINGS = RunConfig(base_model="m", dataset="d")
 
@@ -50,3 +51,15 @@ def test_a_machine_s_slice_ends_when_it_ends_there(now: list[float], monkeypatch
     with _Display(SETTINGS) as display:
         display.on_event(start(20.0))
     assert seen[0]["deadline_at_s"] == now[0] + SETTINGS.slice.cap_s - 20.0
+
+
+@pytest.mark.parametrize(
+    ("tail", "told"),
+    [
+        (': 0.13, "loss": 4.67}\n{"fraction": 0.2, "loss": 4.1}\n', "it said nothing else"),
+        ('{"fraction": 0.2, "loss": 4.1}\nOSError: gone\n\n', "OSError: gone"),
+        ("", "it said nothing else"),
+    ],
+)
+def test_a_failed_trial_is_told_by_its_last_words_and_not_by_its_progress(tail: str, told: str) -> None:
+    assert last_words(tail) == told

@@ -235,7 +235,7 @@ def _anchor_trouble(anchor: Anchor) -> HotlapError | None:
                 f"{how}: it was not over at 1.6 x study.budget_s + 5 s. If this machine is busy with something else, "
                 f"wait until it is not; what needs longer to begin gets study.setup_s."
             )
-        return ChildCrashed(f"{how}: {_last_words(row['error_tail'])}. Change [start], or mend the trial.")
+        return ChildCrashed(f"{how}: {last_words(row['error_tail'])}. Change [start], or mend the trial.")
     if sum(row["status"] == "killed" and row["exit_code"] is not None for row in own) >= _MAX_FAILED_ANCHOR_RUNS:
         return ChildCrashed(
             f"{_MAX_FAILED_ANCHOR_RUNS} runs of the {own[-1]['role']} were killed from outside. The system may have "
@@ -251,10 +251,10 @@ def _anchor_trouble(anchor: Anchor) -> HotlapError | None:
     return None
 
 
-def _last_words(tail: str) -> str:
-    """The last line that is no progress."""
-    lines = [line for line in tail.splitlines() if line.strip() and not line.startswith('{"fraction"')]
-    return lines[-1].strip() if lines else "it said nothing"
+def last_words(tail: str) -> str:
+    """The last line that is no progress; the first one may have been cut in its middle."""
+    lines = [line.strip() for line in tail.splitlines() if not ('"loss":' in line and line.rstrip().endswith("}"))]
+    return next((line for line in reversed(lines) if line), "it said nothing else")
 
 
 def _noise_trouble(history: History, noise: Noise) -> HotlapError | None:
