@@ -59,6 +59,7 @@ def test_a_machine_s_slice_ends_when_it_ends_there(now: list[float], monkeypatch
         (': 0.13, "loss": 4.67}\n{"fraction": 0.2, "loss": 4.1}\n', "it said nothing else"),
         ('{"fraction": 0.2, "loss": 4.1}\nOSError: gone\n\n', "OSError: gone"),
         ("", "it said nothing else"),
+        ('7304993}\n{"fraction": 0.2, "loss": null}', "it said nothing else"),
     ],
 )
 def test_a_failed_trial_is_told_by_its_last_words_and_not_by_its_progress(tail: str, told: str) -> None:

@@ -5,6 +5,7 @@ again.
 """
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -252,8 +253,8 @@ def _anchor_trouble(anchor: Anchor) -> HotlapError | None:
 
 
 def last_words(tail: str) -> str:
-    """The last line that is no progress; the first one may have been cut in its middle."""
-    lines = [line.strip() for line in tail.splitlines() if not ('"loss":' in line and line.rstrip().endswith("}"))]
+    """The last line that is no progress, which is JSON that ends in a number and may be cut in front."""
+    lines = [line.strip() for line in tail.splitlines() if not re.search(r"\w\}\s*$", line)]
     return next((line for line in reversed(lines) if line), "it said nothing else")
 
 
