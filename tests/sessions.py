@@ -73,7 +73,7 @@ def furnish(folder: Path, page: str, budget_s: float | None = None) -> None:
         (folder / "run.toml").write_text(_RUN)
     for block in re.findall(r"```toml\n(.*?)```", text, flags=re.S):
         if budget_s is not None:
-            block = re.sub(r"budget_s = .*", f"budget_s = {budget_s}", block)
+            block = re.sub(r"budget_s = .*", f"budget_s = {budget_s}\nsetup_s = 60.0", block)
         if name := re.search(r'^\[study\]\nname = "([\w-]+)"', block):
             (folder / f"{name[1]}.toml").write_text(block)
 
@@ -102,5 +102,6 @@ _STUDY = """[study]
 name = "NAME"
 data = "embedded"
 budget_s = 5.0
+setup_s = 60.0
 axes = ["lr"]
 """

@@ -254,7 +254,7 @@ def _anchor_trouble(anchor: Anchor) -> HotlapError | None:
 
 def last_words(tail: str) -> str:
     """The last line that is no progress, which is JSON that ends in a number and may be cut in front."""
-    lines = [line.strip() for line in tail.splitlines() if not re.search(r"\w\}\s*$", line)]
+    lines = [line.strip() for line in tail.splitlines() if not re.search(r"[\w}]\}\s*$", line)]
     return next((line for line in reversed(lines) if line), "it said nothing else")
 
 
