@@ -32,6 +32,8 @@ _PREPARED = {
     "lap": "hotlap train run.toml --run lap",
     "RUN": "hotlap train run.toml --run mine",
     "my-study": "hotlap research my-study.toml --trials 1",
+    "submissions/001-ada": "hotlap speedrun new 001-ada --author ada --track micro",
+    "submissions/002-ada": "hotlap speedrun new 002-ada --author ada --track micro --recipe",
 }
 """What a page takes for granted, by the name that it uses."""
 
@@ -67,6 +69,8 @@ class Reader:
 
     def prepare(self, asked: str) -> None:
         """A run or a study of this name, if there is none yet; under `RUN` any will do."""
+        if (self._folder / asked).exists():
+            return
         folders = [self._folder / "runs", self._folder / "studies"]
         found = {path.name for folder in folders if folder.is_dir() for path in folder.iterdir()}
         if asked in found or (asked == "RUN" and found):
@@ -117,7 +121,7 @@ class Reader:
 def why_not(line: Shown) -> str | None:
     missing = [name for name in _EXTRAS if re.search(rf"--to {name}\b|{name}\.md", f"{line.text} {line.page}")]
     if re.search(r"hotlap (serve|bench)", line.text):
-        missing.append("fastapi")  # which `transformers serve` wants
+        missing += ["fastapi", "openai"]  # which `transformers serve` wants
     return line.why_not or next((f"{name} is not installed" for name in missing if find_spec(name) is None), None)
 
 

@@ -1,10 +1,12 @@
 """The commands that the README and the documentation show, page by page, and a folder in which they can be typed."""
 
+import json
 import re
 import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -59,7 +61,10 @@ def furnish(folder: Path, page: str, budget_s: float | None = None) -> None:
     for name in ("train.jsonl", "data/train.jsonl"):
         (folder / name).write_text(rows)
     (folder / "mine.jsonl").write_text(_CONTEST_ROWS)
-    (folder / "my.txt").write_text("To be, or not to be, that is the question. " * 20_000)
+    (folder / "my.txt").write_text("\n\n".join(topics.values()))
+    (folder / "ORDER.json").write_text(
+        json.dumps({"config": {"depth": 2}, "budget_s": budget_s or 20.0, "out": "r.json"})
+    )
     (folder / "axolotl.yaml").write_text(_AXOLOTL)
     for study in ("lr", "my-study"):
         (folder / f"{study}.toml").write_text(_STUDY.replace("NAME", study))
@@ -68,7 +73,7 @@ def furnish(folder: Path, page: str, budget_s: float | None = None) -> None:
         (folder / "run.toml").write_text(_RUN)
     for block in re.findall(r"```toml\n(.*?)```", text, flags=re.S):
         if budget_s is not None:
-            block = re.sub(r"budget_s = .*", f"budget_s = {budget_s}", block)
+            block = re.sub(r"budget_s = .*", f"budget_s = {budget_s}\nsetup_s = 60.0", block)
         if name := re.search(r'^\[study\]\nname = "([\w-]+)"', block):
             (folder / f"{name[1]}.toml").write_text(block)
 
@@ -97,5 +102,6 @@ _STUDY = """[study]
 name = "NAME"
 data = "embedded"
 budget_s = 5.0
+setup_s = 60.0
 axes = ["lr"]
 """

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -168,6 +169,7 @@ def test_errors_have_code_reason_and_way_out(
     from hotlap.cli import main
 
     monkeypatch.chdir(tmp_path)
+    of_a_run = ("train", "--base-model", "m", "--dataset", "d")
     cases = [
         (("train",), 2, "config", "base_model: is missing"),
         (("train", "nonesuch.toml"), 2, "config", "nonesuch.toml does not exist"),
@@ -181,6 +183,9 @@ def test_errors_have_code_reason_and_way_out(
         (("runs", "--output-dir", "n" * 300), 2, "usage", "Check the path"),
         (("train", "--dataset", "caf\udce9.jsonl"), 2, "usage", "not UTF-8"),
         (("runs", "red\x1b[31m\x07"), 2, "usage", "no run 'red"),
+        ((*of_a_run, "--run", "../x"), 2, "config", "the command line: run: a name is 1 to 64 letters"),
+        (("bench", "127.0.0.1:8000"), 2, "usage", "no address of a server"),
+        (("speedrun", "check", "nonesuch"), 2, "usage", "nonesuch"),
     ]
     for args, code, reason, words in cases:
         monkeypatch.setattr(sys, "argv", ["hotlap", *args, "--json"])
@@ -194,6 +199,41 @@ def test_errors_have_code_reason_and_way_out(
         assert words in last_line
         answer = json.loads(said.out)
         assert answer["exit_code"] == code and f"exit {code} {answer['reason']}" in last_line
+
+
+def test_a_base_model_that_is_none_is_told_before_a_configuration_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "q", "completion": "a"}\n')
+    with pytest.raises(errors.MissingArtifact, match="'smolm2' is no file or folder here"):
+        CliRunner().invoke(cli, ["init", "train.jsonl", "--base-model", "smolm2"], catch_exceptions=False)
+    assert not (tmp_path / "run.toml").exists()
+    CliRunner().invoke(cli, ["init", "train.jsonl", "--base-model", "org/name"], catch_exceptions=False)
+    assert "hotlap prefetch brings it" in (tmp_path / "run.toml").read_text()
+
+
+@pytest.mark.parametrize("words", [("research", "leaderboard"), ("research", "verify"), ("report",)], ids=" ".join)
+def test_a_journal_with_a_foreign_row_is_damaged_and_no_bug_of_ours(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "studies" / "torn").mkdir(parents=True)
+    (tmp_path / "studies" / "torn" / "experiments.jsonl").write_text("{}\n")
+    with pytest.raises(errors.CorruptFile, match="Row 1 of the journal"):
+        CliRunner().invoke(cli, [*words, "torn"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("words", [["hotlap"], ["hotlap", "speedrun"], ["hotlap", "volume"]], ids=" ".join)
+def test_a_group_alone_shows_its_help_and_ends_as_every_mistake(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as left:
+        main()
+    lines = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2 and lines[0].startswith(f"Usage: {' '.join(words)}"), lines
+    assert lines[-1].startswith("hotlap: exit 2 usage: which command?")
 
 
 def test_bug_of_ours_is_exit_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,3 +289,12 @@ def test_a_file_that_the_user_named_is_made_and_what_is_no_file_is_left_alone(tm
         with pytest.raises(errors.UsageError, match="is no file"):
             written.write(path, b"page")
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_help_lists_every_command_with_its_whole_sentence() -> None:
+    """One that was cut off by an ellipsis would say half of what a command does."""
+    for words in ([], ["speedrun"], ["research"], ["volume"]):
+        text = CliRunner().invoke(cli, [*words, "--help"]).output
+        group = cli.commands[words[0]] if words else cli
+        assert isinstance(group, click.Group) and "..." not in text.partition("Options:")[2]
+        assert all(re.search(rf"^  {name} ", text, flags=re.M) for name in group.commands)

@@ -257,6 +257,11 @@ def test_the_button_ends_a_real_machine_with_proof(home: Path, tmp_path: Path) -
             browser.wait(f"{row} && /^[0-9]+:[0-9]+/.test({row}.children[6].textContent)")
             assert browser.run(f"{row}.children[0].textContent") == EVIL and browser.run("document.images.length") == 0
             assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+            # The table is wider than a phone, and its button is in sight all the same.
+            browser.wait(
+                f"(place => place.left > 0 && place.right <= innerWidth)"
+                f"({row}.querySelector('button').getBoundingClientRect())"
+            )
             before = browser.run(f"{row}.children[7].textContent")
             browser.wait(f"{row}.children[7].textContent !== {json.dumps(before)}")
             names = browser.names()

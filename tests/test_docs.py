@@ -52,6 +52,15 @@ def test_proofs_name_tests_that_exist() -> None:
     assert names and all((ROOT / name).is_file() for name in names)
 
 
+def test_figures_of_the_readme_are_measured_ones() -> None:
+    table = TEXT.partition("## What that was worth")[2].partition("## ")[0]
+    measured = set(re.findall(r"\d+(?:[.,]\d+)*", (ROOT / "docs/measured.md").read_text()))
+    figures = [row.split("|")[-2] for row in re.findall(r"^\| .*\|$", table, flags=re.M)[2:]]
+    assert len(figures) >= 5
+    for figure in figures:
+        assert set(re.findall(r"\d+(?:[.,]\d+)*", figure)) <= measured, figure
+
+
 def test_the_worst_loss_that_is_promised_is_the_code_s() -> None:
     """As `cloud.toml` is written, for RunPod: how long a machine may live if its launcher dies, and what that costs."""
     settings = CloudConfig()

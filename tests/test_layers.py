@@ -108,7 +108,7 @@ OWNERS = {
     "safetensors": "train export speedrun.evaluate",
     "bitsandbytes": "train export speedrun.evaluate",
     "gguf": "train export",
-    "jinja2": "data.verbatim report",
+    "jinja2": "data.placeholders data.verbatim report",
     "llmcompressor": "export.compress",
     "plotly": "report",
     "matplotlib": "report",

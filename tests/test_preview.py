@@ -197,3 +197,47 @@ def test_without_a_provider_there_are_no_prices_and_the_local_one_costs_what_clo
     # 30 s to get ready, 300 s and 10 s for the job, 30 s to leave, at $3.78 an hour.
     assert "$3.60 an hour: a slice costs at most $0.3885" in text and "1 slice, so at most $0.3885" in text
     assert "at most $0.3885" in (tmp_path / "page.html").read_text()
+
+
+def test_placeholders_in_the_data_are_told_and_trained_as_they_stand(model: Path, tmp_path: Path) -> None:
+    """As in the data sets of who a model is, which are handed on with `{{name}}` in them; formulas are let alone."""
+    rows = [
+        conversation("user: who?", "assistant: I am {{name}}, by {{ author }}."),
+        conversation("user: q", "assistant: a"),
+    ]
+    source = write_jsonl(tmp_path / "x.jsonl", [*rows, conversation("user: f", r"assistant: \frac{{a}}{{b}}")])
+    found = look(model, source)
+    assert (found.packing.train.facts.num_with_placeholder, found.packing.train.facts.placeholder) == (1, "{{name}}")
+    assert "I am {{name}}, by {{ author }}." in "".join(token.text for token in found.examples[0] if token.is_trained)
+    arguments = ("--base-model", model, "--dataset", source)
+    for said in (run(*arguments).output, run(*arguments).output):  # tokenized now, and found
+        assert "1 examples hold a placeholder, such as {{name}}. Nothing fills it in" in said
+    cleaned = look(model, source, data={"clean": [{"pattern": r"\{\{name\}\}, by \{\{ author \}\}", "replace": "Lap"}]})
+    assert cleaned.packing.train.facts.num_with_placeholder == 0
+
+
+@pytest.mark.parametrize(
+    ("template", "blanks"),
+    [
+        ("{{ name }}", "{{ name }}"),
+        ("{{ m.nane }}{{ m['role'] }}", "{{ m.nane }}"),
+        ("{{ name | upper }}{{ m.content }}{{ m['task'] }}", "{{ name }}, {{ m.task }}"),
+        ("{{ m.content.strip() }}{{ eos_token }}{% set x = 'a' %}{{ x }}{{ m.get('name') }}", None),
+        ("{{ name | default('Lap') }}{% if date is defined %}{{ date }}{% endif %}{{ tools | tojson }}", None),
+        ("{{ 'b' if bot else '' }}{{ bot if bot else '' }}{{ loop.index }}{{ range(3) | list }}", None),
+    ],
+)
+def test_what_a_template_of_ones_own_leaves_blank_is_named(
+    model: Path, tmp_path: Path, template: str, blanks: str | None
+) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        + template
+        + "{% endif %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    source = write_jsonl(tmp_path / "x.jsonl", [conversation("user: q", "assistant: a")])
+    doubts = look(model, source, data={"chat_template": str(path)}).doubts
+    told = [doubt for doubt in doubts if "nothing stands in its place" in doubt]
+    assert len(told) == (blanks is not None) and (blanks is None or f"writes {blanks}, which" in told[0])

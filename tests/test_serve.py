@@ -1,8 +1,10 @@
 """Serving: what a server is told, who may train meanwhile, and the figures of a benchmark against a real server."""
 
+import importlib.util
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -367,3 +369,13 @@ def test_figures_by_hand() -> None:
         np.percentile(values, (0, 37, 95, 100)).tolist()
     )
     assert bench.drafts_in("vllm:spec_decode_num_draft_tokens_total 1\n") is None
+
+
+def test_all_that_transformers_serve_wants_is_asked_for_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With only some of its packages it would end in a traceback of its own."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "openai" else find(name))
+    with pytest.raises(errors.MissingArtifact, match=r"transformers serve lacks .*openai.*transformers\[serving\]"):
+        serve.find_engine("auto", None)

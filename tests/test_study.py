@@ -7,15 +7,17 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trial_program
 from research_stage import Stage, essence, living_trials, make_study, start_study
 
 from hotlap import clock
 from hotlap.errors import ConfigError, CorruptFile, RunChanged, Undecided, UsageError
-from hotlap.research import board, plan, replay, seeds
+from hotlap.research import board, plan, replay, seeds, simulate
 from hotlap.research.acceptance import NAIVE, TWO_RUN
 from hotlap.research.history import History
+from hotlap.research.space import StudyConfig
 
 pytestmark = pytest.mark.long
 
@@ -153,6 +155,13 @@ def test_the_same_runs_under_another_rule(searched: Stage) -> None:
         assert judgment.kept == (judgment.first_loss < record)
         record = min(record, judgment.first_loss)
     assert sum(bool(judgment.kept) for judgment in naive) >= sum(bool(judgment.kept) for judgment in two)
+
+
+def test_a_study_without_a_baseline_has_nothing_to_judge_by_another_rule() -> None:
+    """Every run of it may have failed, on a busy machine say."""
+    bowl = simulate.draw_bowl(np.random.default_rng(1))
+    history = simulate.search(StudyConfig(name="s", baseline_runs=4), bowl, 0, 1)
+    assert replay.under(NAIVE, history) == [] and replay.summary([], history)["num_judged"] == 0
 
 
 # --- killed at any moment ---

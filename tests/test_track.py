@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from contest import ROOT, micro, micro_contest
 
-from hotlap.errors import BadData, ConfigError, MissingArtifact, PinMismatch, UsageError
+from hotlap.errors import BadData, ConfigError, HotlapError, MissingArtifact, PinMismatch, UsageError
 from hotlap.speedrun import inputs, new_track, track
 
 pytestmark = pytest.mark.long
@@ -305,6 +305,21 @@ def test_rows_that_are_no_rows(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(BadData, match="20 are the least"):
         new_track.make(contest, "mine", few, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
     assert not (contest / "tracks" / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "base_model", "words"),
+    [("../m", 0.5, "", "names no track"), ("mine", 7.0, "", "less than 1"), ("mine", 0.5, "nonesuch", "nonesuch")],
+)
+def test_what_cannot_be_frozen_leaves_its_name_free(
+    name: str, target: float, base_model: str, words: str, tmp_path: Path
+) -> None:
+    """A mistyped target is no reason to look for another name."""
+    (tmp_path / "contest" / "tracks").mkdir(parents=True)
+    data = own_rows(tmp_path / "mine.jsonl")
+    with pytest.raises(HotlapError, match=words):
+        new_track.make(tmp_path / "contest", name, data, "exact", target, base_model or "m", 1, lambda _text: None)
+    assert [path.name for path in (tmp_path / "contest").rglob("*")] == ["tracks"]
 
 
 def test_a_version_lives_in_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def _parse(kind: type[ConfigT], tree: Mapping[str, Any], source: str) -> ConfigT
         return kind.model_validate(tree)
     except ValidationError as error:
         lines = [
-            f"{'.'.join(str(part) for part in item['loc']) or kind.__name__}: {_in_words(item)}"
+            ": ".join(filter(None, (".".join(str(part) for part in item["loc"]), _in_words(item))))
             for item in error.errors()
         ]
         raise ConfigError(f"{source}: " + "; ".join(lines) + ".") from None
@@ -305,4 +305,5 @@ def _in_words(item: Mapping[str, Any]) -> str:
         return "no such setting"
     if item["type"] == "missing":
         return "is missing"
-    return f"{item['msg']} (got {item['input']!r})" if not isinstance(item["input"], Mapping) else str(item["msg"])
+    words = str(item["msg"]).removeprefix("Value error, ")
+    return f"{words} (got {item['input']!r})" if not isinstance(item["input"], Mapping) else words

@@ -12,27 +12,43 @@ from typing import NoReturn
 import click
 
 import hotlap
+from hotlap.cli.commands import Commands
 from hotlap.errors import HotlapError, storage_failure
 
 # Errors that come from a path somebody gave us, when they were not met while writing (those are `StorageFailed`).
 _PATHS_OF_THE_USER = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 
 
-_MODULES = {
-    **{name: name for name in ("budget", "dashboard", "demo", "doctor", "export", "generate", "init", "launch")},
-    **{name: name for name in ("machines", "prefetch", "preview", "push", "reap", "report", "research", "runs")},
-    **{name: name for name in ("serve", "sink", "train", "volume")},
-    "bench": "serve",
-    "logs": "runs",
-    "pull": "volume",
-    "speedrun": "speedrun_compare",
-    "stop": "runs",
+_COMMANDS: dict[str, dict[str, str]] = {
+    "Begin": {"demo": "demo", "doctor": "doctor", "prefetch": "prefetch", "init": "init", "preview": "preview"},
+    "Train, and look at it": {
+        "train": "train",
+        "runs": "runs",
+        "logs": "runs",
+        "stop": "runs",
+        "generate": "generate",
+        "report": "report",
+        "dashboard": "dashboard",
+        "sink": "sink",
+    },
+    "Rent machines": {
+        "launch": "launch",
+        "machines": "machines",
+        "budget": "budget",
+        "reap": "reap",
+        "volume": "volume",
+        "pull": "volume",
+    },
+    "From an adapter to a served model": {"export": "export", "serve": "serve", "bench": "serve", "push": "push"},
+    "Search and race": {"research": "research", "speedrun": "speedrun_compare"},
 }
-"""Every command, and the module here that has it. Only the one that is asked for is imported: a rented machine has not
-all of them, and who asks for one does not wait for the others."""
+"""Every command by occasion, and the module here that has it. Only the one that is asked for is imported: a rented
+machine has not all of them, and who asks for one does not wait for the others."""
+
+_HEADINGS = {name: heading for heading, modules in _COMMANDS.items() for name in modules}
 
 
-class _Commands(MutableMapping[str, click.Command]):
+class _Later(MutableMapping[str, click.Command]):
     """Commands by name, each found when it is asked for."""
 
     def __init__(self) -> None:
@@ -40,7 +56,8 @@ class _Commands(MutableMapping[str, click.Command]):
 
     def __getitem__(self, name: str) -> click.Command:
         if name not in self._found:
-            self._found[name] = getattr(importlib.import_module(f"hotlap.cli.{_MODULES[name]}"), name)
+            module = importlib.import_module(f"hotlap.cli.{_COMMANDS[_HEADINGS[name]][name]}")
+            self._found[name] = getattr(module, name)
         return self._found[name]
 
     def __setitem__(self, name: str, command: click.Command) -> None:
@@ -50,13 +67,15 @@ class _Commands(MutableMapping[str, click.Command]):
         del self._found[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_MODULES)
+        return iter(_HEADINGS)
 
     def __len__(self) -> int:
-        return len(_MODULES)
+        return len(_HEADINGS)
 
 
-@click.group(commands=_Commands(), context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands, commands=_Later(), headings=_HEADINGS, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(hotlap.__version__)
 def cli() -> None:
     """Fine-tune small language models in laps: time-boxed slices that resume bit for bit.
@@ -77,7 +96,7 @@ def main() -> NoReturn:
         _leave(130, "interrupted", "interrupted")
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        sys.exit(2)
+        _leave(2, "usage", "which command? They stand above.")
     except click.ClickException as error:
         _leave(2, "usage", error.format_message())
     except HotlapError as error:
@@ -115,10 +134,10 @@ def _require_utf8(arguments: list[str]) -> None:
 
 
 def _leave(code: int, reason: str, message: str) -> NoReturn:
-    """Say why on the last line of standard error, and as JSON where JSON was asked for."""
+    """Say why on the last line of standard error, which is one line, and as JSON where JSON was asked for."""
     from hotlap.cli.progress import plain
 
     if "--json" in sys.argv:
         click.echo(json.dumps({"exit_code": code, "reason": reason, "message": message}))
-    click.echo(plain(f"hotlap: exit {code} {reason}: {message}"), err=True)
+    click.echo(plain(f"hotlap: exit {code} {reason}: {' '.join(message.split())}"), err=True)
     sys.exit(code)

@@ -62,7 +62,7 @@ def _translate(source: Path, output: Path) -> None:
 
 
 def _propose(dataset: str, base_model: str, provider: str | None, output: Path) -> None:
-    from hotlap import artifacts
+    from hotlap import artifacts, sources
     from hotlap.cli import written
     from hotlap.cli.progress import plain
     from hotlap.config import load_cloud
@@ -70,10 +70,13 @@ def _propose(dataset: str, base_model: str, provider: str | None, output: Path) 
 
     cloud = load_cloud()
     place = artifacts.locate_dataset(dataset)
+    is_here = isinstance(sources.parse(base_model), Path)
     try:
         model: Path | None = artifacts.locate_model(base_model)
     except MissingArtifact:
-        model = None
+        if is_here:
+            raise
+        model = None  # it can be brought, and is proposed for until then
     look = look_at(place, model)
     notes = [
         f"Next: hotlap preview {output}, hotlap train {output} --chain; on a rented machine: hotlap launch {output}."

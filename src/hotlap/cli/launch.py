@@ -217,7 +217,8 @@ class _Display:
             self._close()
             self._progress = SliceProgress(self._settings).__enter__()
             # The machine's monotonic clock is not this one's.
-            event = {**event, "deadline_at_s": clock.monotonic_s() + self._settings.slice.cap_s}
+            left_s = self._settings.slice.cap_s - event["elapsed_s"]
+            event = {**event, "deadline_at_s": clock.monotonic_s() + left_s}
         if self._progress is not None:
             self._progress.on_event(event)
 

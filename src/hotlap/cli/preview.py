@@ -87,6 +87,10 @@ def rows_of(found: "Preview") -> Iterator[tuple[str, str]]:
         yield "held out", held_out.facts.in_words()[0]
     if (leak := found.packing.leak_in_words()) is not None:
         yield "leak", leak
+    if (placeholders := train.facts.placeholders_in_words()) is not None:
+        yield "unfilled", placeholders
+    for doubt in found.doubts:
+        yield "template", doubt
     if not found.is_seed_known:
         yield "seed", "drawn at the first slice: what it draws (held-out examples, say) will be other examples"
     yield "epoch", f"{train.facts.num_tokens:,} tokens, {train.num_trained_tokens:,} of them trained"

@@ -46,12 +46,12 @@ class SliceProgress:
             transient=True,
         )
         self._task: TaskID | None = None
-        self._began_s = clock.monotonic_s()
-        self._deadline = clock.Deadline(self._began_s + settings.slice.cap_s)
+        began_s = clock.monotonic_s()
+        self._deadline = clock.Deadline(began_s + settings.slice.cap_s)
         self._steps_s = 0.0
         self._step_s: float | None = None
         self._tokens_per_s: float | None = None
-        self._told_at_s = self._began_s
+        self._told_at_s = began_s
 
     def __enter__(self) -> "SliceProgress":
         if self._console.is_terminal:
@@ -102,7 +102,8 @@ class SliceProgress:
         assert self._step_s is not None and self._tokens_per_s is not None
         loss = "-" if event["loss"] is None else f"{event['loss']:.4f}"
         run_left_s = (event["num_steps"] - event["step"]) * self._step_s
-        goodput = self._steps_s / max(1e-9, clock.monotonic_s() - self._began_s)
+        # By the slice's own clock: whoever watches a machine sees it later than it began, and all of it at once.
+        goodput = self._steps_s / max(1e-9, event["elapsed_s"])
         return (
             f"loss {loss} | {self._tokens_per_s:.0f} tok/s | slice {hms(self._deadline.remaining_s())} left | "
             f"run {hms(run_left_s)} left | goodput {goodput:.0%}"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hotlap.cli.commands import Commands
 from hotlap.cli.runs import print_table
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _DRAWING_SHARE = 10
 _EXITS = {"time": (75, "slice_over"), "stopped": (75, "stopped"), "interrupted": (130, "interrupted")}
 
 
-class _StudyFirst(click.Group):
+class _StudyFirst(Commands):
     """`hotlap research STUDY` is `hotlap research run STUDY`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -79,4 +79,6 @@ def _change(row: dict[str, Any]) -> str:
 
 
 def _why(row: dict[str, Any]) -> str:
-    return "" if row["status"] == "ok" else f" ({row['error_class']}: {str(row['error_tail'])[-160:].strip()})"
+    from hotlap.research.plan import last_words
+
+    return "" if row["status"] == "ok" else f" ({row['error_class']}: {last_words(str(row['error_tail']))[-160:]})"

@@ -8,6 +8,7 @@ import click
 
 from hotlap.cli.export import talk, tuned_of
 from hotlap.cli.runs import OUTPUT_DIR
+from hotlap.errors import UsageError
 
 if TYPE_CHECKING:
     from hotlap.export.bench import Measured
@@ -156,6 +157,9 @@ def bench(
     from hotlap.export import prompts as frozen
 
     urls = [url] if compare is None else [url, compare]
+    for each in urls:
+        if not each.startswith(("http://", "https://")):
+            raise UsageError(f"{each} is no address of a server. Give one such as http://127.0.0.1:8000.")
     report: dict[str, Any] = {}
     for name, texts in frozen.load().items():
         if prompts in ("all", name):

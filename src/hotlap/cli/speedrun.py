@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from hotlap.cli.commands import Commands
 from hotlap.errors import DONE, NOT_PROVEN, SLICE_OVER, MissingArtifact, PinMismatch
 
 _COLUMNS = ("track", "version", "target", "metric", "base_model", "hardware", "sha256")
@@ -22,10 +23,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 
 @click.group(
+    cls=Commands,
     epilog="""\b
 Example:
   hotlap speedrun tracks
-"""
+""",
 )
 def speedrun() -> None:
     """A contest in training time, whose every claim is run again."""

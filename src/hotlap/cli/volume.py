@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hotlap.cli.commands import Commands
+
 if TYPE_CHECKING:
     from hotlap.cloud.volume import Volume
 
@@ -15,10 +17,11 @@ _VOLUME = click.option(
 
 
 @click.group(
+    cls=Commands,
     epilog="""\b
 Example:
   hotlap volume ls --volume-id V data
-"""
+""",
 )
 def volume() -> None:
     """List, put and get files of a network volume.

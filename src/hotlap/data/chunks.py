@@ -12,6 +12,7 @@ import numpy as np
 from hotlap import durable
 from hotlap.data.examples import BadRow, Example
 from hotlap.data.left_out import NO_ANSWER, LeftOut, Tally, left_out_from_json, of_bad_row
+from hotlap.data.placeholders import placeholder_in
 from hotlap.data.render import Rendered
 
 TOKENS = "tokens.bin"
@@ -53,6 +54,9 @@ class TokenizedFacts:
     unit: str
     left_out: tuple[LeftOut, ...]
     pad_token_id: int
+    num_with_placeholder: int = 0
+    placeholder: str | None = None
+    """The first one that an example's text holds, such as `{{name}}`."""
 
     def plus(self, other: "TokenizedFacts") -> "TokenizedFacts":
         return replace(
@@ -63,6 +67,8 @@ class TokenizedFacts:
             num_rewritten=self.num_rewritten + other.num_rewritten,
             forms=dict(Counter(self.forms) + Counter(other.forms)),
             left_out=Tally((*self.left_out, *other.left_out)).entries,
+            num_with_placeholder=self.num_with_placeholder + other.num_with_placeholder,
+            placeholder=self.placeholder or other.placeholder,
         )
 
 
@@ -88,7 +94,8 @@ class Chunk:
         self._forms: Counter[str] = Counter()
         self._files = files
         self._first_row = first_row
-        self._num_tokens = self._num_rewritten = 0
+        self._num_tokens = self._num_rewritten = self._num_with_placeholder = 0
+        self._placeholder: str | None = None
 
     @property
     def is_full(self) -> bool:
@@ -106,6 +113,8 @@ class Chunk:
             unit="",
             left_out=self._tally.entries,
             pad_token_id=0,
+            num_with_placeholder=self._num_with_placeholder,
+            placeholder=self._placeholder,
         )
 
     def add(self, batch: Batch, outcomes: Outcomes) -> BadRow | None:
@@ -132,6 +141,9 @@ class Chunk:
             entry = LeftOut(NO_ANSWER, reason, example.source, example.unit, 1, (example.line,), num_tokens)
             self._leave_out(entry)
         self._num_rewritten += len(kept) > 1
+        if kept and (placeholder := placeholder_in(example)) is not None:
+            self._num_with_placeholder += 1
+            self._placeholder = self._placeholder or placeholder
         for piece in kept:
             first = int(np.argmax(piece.is_trained_L))
             num_tokens, num_trained = len(piece.tokens_L), int(np.count_nonzero(piece.is_trained_L))

@@ -32,6 +32,10 @@ class Facts:
     num_pruned: int = 0
     num_unweighted: int = 0
     num_rewritten: int = 0
+    num_with_placeholder: int = 0
+    """Examples of the sources whose text holds one, whether they are in a row or held out."""
+
+    placeholder: str | None = None
     forms: dict[str, int] = field(default_factory=dict[str, int])
     histogram: tuple[int, ...] = ()
     """Examples by their tokens, in the bins of `rows.histogram_edges`."""
@@ -81,7 +85,18 @@ class Facts:
             sentences.append(f"Left out {self.num_pruned:,} examples by data.prune.")
         if self.num_unweighted:
             sentences.append(f"Left out {self.num_unweighted:,} examples by weights below 1.")
+        if (placeholders := self.placeholders_in_words()) is not None:
+            sentences.append(placeholders)
         return sentences + [self._dropped(entry) for entry in self.left_out]
+
+    def placeholders_in_words(self) -> str | None:
+        if not self.num_with_placeholder:
+            return None
+        return (
+            f"{self.num_with_placeholder:,} examples hold a placeholder, such as {self.placeholder}. Nothing fills it "
+            f"in: it is trained as it stands. If it is not meant, put the text in its place in the data, or in "
+            f"answers with data.clean."
+        )
 
     def _dropped(self, entry: LeftOut) -> str:
         """Why, and where: the source is named by its place only, since most runs have one."""

@@ -296,6 +296,8 @@ class _Build:
             num_pruned=self._choice.num_pruned if is_trained else 0,
             num_unweighted=self._choice.num_unweighted if is_trained else 0,
             num_rewritten=sum(each.facts.num_rewritten for each in self._tokenized),
+            num_with_placeholder=sum(each.facts.num_with_placeholder for each in self._tokenized) if is_trained else 0,
+            placeholder=next((each.facts.placeholder for each in self._tokenized if each.facts.placeholder), None),
             forms=dict(sum((Counter(each.facts.forms) for each in self._tokenized), Counter[str]())),
             left_out=left_out,
             **asdict(rows),

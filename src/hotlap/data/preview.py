@@ -39,6 +39,9 @@ class Preview:
     """Whether the run will have this seed. If not, what the seed draws will be drawn otherwise."""
 
     packing: Packing
+    doubts: list[str]
+    """What the chat template does that the run may fail by."""
+
     examples: list[list[Token]]
     num_steps: int
     num_rows_trained: int
@@ -61,6 +64,7 @@ class Preview:
             "train": _facts_as_json(self.packing.train),
             "held_out": _facts_as_json(held_out) if held_out else None,
             "num_held_out_also_trained": self.packing.num_also_trained,
+            "doubts": self.doubts,
             "num_steps": self.num_steps,
             "tokens_per_epoch": self.packing.train.facts.num_tokens,
             "trained_tokens_per_epoch": self.packing.train.num_trained_tokens,
@@ -97,6 +101,7 @@ def preview(config: RunConfig, num_examples: int, say: Callable[[str], None]) ->
         seed=seed,
         is_seed_known=is_seed_known,
         packing=packing,
+        doubts=renderer.doubts(),
         examples=[tokens_of(renderer, *example) for example in islice(train.examples(), num_examples)],
         num_steps=order.num_steps,
         num_rows_trained=order.total_rows,

@@ -230,7 +230,7 @@ def _notes(look: Look) -> Iterator[str]:
     elif look.has_template is False:
         yield "The base model has no chat template: conversations need data.chat_template, pairs and texts do not."
     else:
-        yield "The base model is not here yet: hotlap prefetch brings it, and the same command then counts its tokens."
+        yield "The base model is not here yet: hotlap prefetch brings it, and hotlap preview then counts its tokens."
 
 
 def _one_line(text: str) -> str:

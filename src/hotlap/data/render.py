@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from hotlap.config_data import DataConfig
 from hotlap.data.examples import BadRow, Example, Message
+from hotlap.data.placeholders import unfilled
 from hotlap.data.turns import ChatTemplate, Text
 from hotlap.errors import BadData, MissingArtifact
 
@@ -59,6 +60,7 @@ class Renderer:
 
         self._settings = settings or DataConfig()
         self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder, local_files_only=True)
+        self._own_template = chat_template
         if chat_template is not None:
             self._tokenizer.chat_template = read_template(chat_template)
         self._folder = tokenizer_folder
@@ -93,7 +95,7 @@ class Renderer:
         """What a chat template does that a run may fail by, though every example can be rendered."""
         if not self.has_chat_template:
             return []
-        found: list[str] = []
+        found = [] if self._own_template is None else self._blanks(self._own_template)
         with contextlib.suppress(BadData):  # a template that refuses the probe says nothing of its ends
             if not self._template_ends:
                 found.append(
@@ -107,6 +109,17 @@ class Renderer:
                 "without with data.chat_template, if it is to be the same."
             )
         return found
+
+    def _blanks(self, place: Path) -> list[str]:
+        blanks = unfilled(str(self._tokenizer.chat_template), self._tokenizer.special_tokens_map)
+        if not blanks:
+            return []
+        names = ", ".join(f"{{{{ {name} }}}}" for name in blanks)
+        return [
+            f"The chat template {place} writes {names}, which no conversation has, so nothing stands in its place. "
+            f"It may write messages (each with role, content, name, tool_calls, reasoning_content), tools, and the "
+            f"tokenizer's special tokens: put your text into the template itself, or into data.system."
+        ]
 
     @cached_property
     def _template_ends(self) -> frozenset[int]:

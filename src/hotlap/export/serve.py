@@ -30,6 +30,8 @@ _LOOKUP = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 GRACE_S = 30.0
 """How long a server may take to end; vLLM does not listen while it starts."""
 _VLLM = "vllm.entrypoints.openai.api_server"
+_SERVING = ("accelerate", "fastapi", "openai", "rich", "starlette", "transformers", "uvicorn")
+"""What `transformers serve` looks for before it starts: with one of them missing it ends in a traceback."""
 _POLL_S = 0.5
 _YEAR_S = 365 * 86_400.0
 
@@ -193,7 +195,7 @@ def find_engine(engine: str, vllm: Path | None) -> tuple[str, list[str]]:
         raise MissingArtifact(
             "vLLM is not installed here. Install it in an environment of its own, and name --vllm PATH."
         )
-    if missing := [name for name in ("fastapi", "uvicorn", "transformers") if not importlib.util.find_spec(name)]:
+    if missing := [name for name in _SERVING if not importlib.util.find_spec(name)]:
         raise MissingArtifact(
             f"Nothing here can serve: there is no vLLM, and transformers serve lacks {', '.join(missing)}. Install "
             f"vLLM in an environment of its own and name --vllm PATH, or run: pip install 'transformers[serving]'"

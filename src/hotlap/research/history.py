@@ -122,8 +122,14 @@ class History:
     @classmethod
     def of(cls, rows: Iterable[Row]) -> "History":
         history = cls()
-        for row in rows:
-            history.apply(row)
+        for number, row in enumerate(rows, start=1):
+            try:
+                history.apply(row)
+            except (KeyError, TypeError, ValueError) as error:
+                raise CorruptFile(
+                    f"Row {number} of the journal is no row of a study ({type(error).__name__} {error}). Bring the "
+                    f"journal back from a copy."
+                ) from error
         return history
 
     def apply(self, row: Row) -> None:

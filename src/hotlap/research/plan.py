@@ -5,6 +5,7 @@ again.
 """
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -227,10 +228,15 @@ def _anchor_trouble(anchor: Anchor) -> HotlapError | None:
         return ConfigError(f"The trial refuses its order ({last_line}). Mend that, and give the study another name.")
     if len(failed) >= _MAX_FAILED_ANCHOR_RUNS:
         row = failed[-1]
-        return ChildCrashed(
-            f"{len(failed)} runs of the {row['role']} failed, the last one ended {row['status']} "
-            f"({row['error_class']}): {row['error_tail']}. Change [start], or mend the trial."
+        how = (
+            f"{len(failed)} runs of the {row['role']} failed, the last one ended {row['status']} ({row['error_class']})"
         )
+        if row["status"] == "timeout":
+            return ChildCrashed(
+                f"{how}: it was not over at 1.6 x study.budget_s + 5 s. If this machine is busy with something else, "
+                f"wait until it is not; what needs longer to begin gets study.setup_s."
+            )
+        return ChildCrashed(f"{how}: {last_words(row['error_tail'])}. Change [start], or mend the trial.")
     if sum(row["status"] == "killed" and row["exit_code"] is not None for row in own) >= _MAX_FAILED_ANCHOR_RUNS:
         return ChildCrashed(
             f"{_MAX_FAILED_ANCHOR_RUNS} runs of the {own[-1]['role']} were killed from outside. The system may have "
@@ -244,6 +250,12 @@ def _anchor_trouble(anchor: Anchor) -> HotlapError | None:
             f'Run the same command when it is quiet, or set study.on_disturbed = "use" and live with the noise.'
         )
     return None
+
+
+def last_words(tail: str) -> str:
+    """The last line that is no progress, which is JSON that ends in a number and may be cut in front."""
+    lines = [line.strip() for line in tail.splitlines() if not re.search(r"[\w}]\}\s*$", line)]
+    return next((line for line in reversed(lines) if line), "it said nothing else")
 
 
 def _noise_trouble(history: History, noise: Noise) -> HotlapError | None:

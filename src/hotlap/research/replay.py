@@ -61,7 +61,10 @@ class Judgment:
 
 def under(rule: Rule, history: History) -> list[Judgment]:
     """Every judged proposal under another rule. What that rule would have proposed instead cannot be known."""
-    base = [loss_of(run.row) for run in history.groups[history.anchors[0].config_hash] if run.role == "baseline"]
+    runs = history.groups.get(history.anchors[0].config_hash, [])
+    base = [loss_of(run.row) for run in runs if run.role == "baseline"]
+    if not base:  # every run of it failed, or there is none yet: nothing was proposed
+        return []
     incumbent, s = (base[:1] if rule.confirm is None else base), history.noise().s
     found: list[Judgment] = []
     for candidate in history.candidates.values():
@@ -89,12 +92,12 @@ def _kept(rule: Rule, incumbent: Sequence[float], losses: Sequence[float], s: fl
 def summary(judgments: Sequence[Judgment], history: History) -> dict[str, Any]:
     """Counts, and the gain that the rule would have reported."""
     kept = [judgment for judgment in judgments if judgment.kept]
-    base = next(run for run in history.runs if run.role == "baseline" and run.status == OK)
+    base = next((run for run in history.runs if run.role == "baseline" and run.status == OK), None)
     return {
         "num_judged": len(judgments),
         "num_kept": len(kept),
         "num_kept_placebos": sum(judgment.is_placebo for judgment in kept),
         "num_undecided": sum(judgment.kept is None for judgment in judgments),
         "num_kept_then": sum(judgment.was_kept for judgment in judgments),
-        "reported_gain": loss_of(base.row) - kept[-1].first_loss if kept else 0.0,
+        "reported_gain": loss_of(base.row) - kept[-1].first_loss if kept and base else 0.0,
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from hotlap import clock, durable
-from hotlap.errors import BadData, UsageError
+from hotlap.errors import BadData, HotlapError, UsageError
 from hotlap.speedrun import inputs, track
 from hotlap.speedrun.track import FileData, GeneratedData, Spec, Track
 
@@ -97,8 +97,11 @@ def make(
 
     Raises:
         BadData: rows are not of that form, or too few.
-        UsageError: there is such a track already.
+        UsageError: there is such a track already, or its name is no word.
+        HotlapError: the base model is not here, or a rule is not valid; nothing is left behind.
     """
+    if not track.is_id(track_id):
+        raise UsageError(f"{track_id!r} names no track. A name is small letters, digits and dashes, as in my-data.")
     folder = contest / "tracks" / track_id
     if folder.exists():
         raise UsageError(f"{folder} is there already. Changed rules are a new version, in a folder of their own.")
@@ -114,9 +117,14 @@ def make(
         "test.jsonl": _lines([row for row, held_out in zip(rows, is_test, strict=True) if held_out]),
     }
     durable.make_dirs(folder)
-    for name, text in files.items():
-        durable.write_synced(folder / name, text.encode())
-    return freeze(folder, say)
+    try:
+        for name, text in files.items():
+            durable.write_synced(folder / name, text.encode())
+        return freeze(folder, say)
+    except HotlapError:
+        # With other rules, or another base model, the name is free again.
+        durable.remove_tree(folder)
+        raise
 
 
 def _spec_text(track_id: str, data: Path, metric: str, target: float, base_model: str, threads: int) -> str:

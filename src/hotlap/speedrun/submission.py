@@ -80,7 +80,7 @@ def load(folder: Path, track: Track) -> Submission:
     """
     refused = [finding for finding in check(folder, track) if finding.level == "refused"]
     if refused:
-        raise UsageError(f"{folder} cannot be verified:\n" + "\n".join(f"  {finding}" for finding in refused))
+        raise UsageError(f"{folder} cannot be verified: " + "; ".join(str(finding) for finding in refused))
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     has_recipe = (folder / recipe.RECIPE).is_file()
     return Submission(folder, config, code_sha256(folder), recipe.read(folder / recipe.RECIPE) if has_recipe else None)

@@ -334,6 +334,11 @@ def _encoded(row: Row, scheme: Scheme) -> bytes:
             return durable.canonical_json(dict(row)).encode()
 
 
+def is_id(name: str) -> bool:
+    """Whether a track may be called that."""
+    return _ID.fullmatch(name) is not None
+
+
 def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -353,7 +358,7 @@ def read_spec(folder: Path) -> Spec:
     except ValidationError as error:
         raise ConfigError(f"{path}: {_first(error)}") from None
     looks = spec.verification.looks
-    if not _ID.fullmatch(spec.id) or list(looks) != sorted(set(looks)) or not looks or looks[0] < 2:
+    if not is_id(spec.id) or list(looks) != sorted(set(looks)) or not looks or looks[0] < 2:
         raise ConfigError(f"{path}: id must be a plain word, and verification.looks rising numbers from 2 on.")
     return spec
 

@@ -213,9 +213,8 @@ class Loop:
             "num_tokens": result.num_tokens,
         }
         self._append(row)
-        self._context.emit(
-            {"event": "step", **row, "num_steps": self.num_steps, "step_s": self._context.timeline.last_step_s()}
-        )
+        times = {"step_s": self._context.timeline.last_step_s(), "elapsed_s": self._context.timeline.elapsed_s()}
+        self._context.emit({"event": "step", **row, "num_steps": self.num_steps, **times})
         self._num_zero_losses = self._num_zero_losses + 1 if result.loss == 0.0 else 0
         if result.loss is None:
             self._context.say(f"Step {step} has no trained token; nothing was updated.")

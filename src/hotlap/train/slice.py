@@ -115,8 +115,8 @@ def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dic
                 from hotlap.train.loop import Loop
     loop = Loop(run, lock, opened, context)
     facts |= {"resumed_at": loop.resumed_at, "num_run_steps": loop.num_steps}
-    deadline_at_s = context.deadline.at_s
-    context.emit({"event": "start", "run": run.name, "pid": os.getpid(), **facts, "deadline_at_s": deadline_at_s})
+    times = {"deadline_at_s": context.deadline.at_s, "elapsed_s": context.timeline.elapsed_s()}
+    context.emit({"event": "start", "run": run.name, "pid": os.getpid(), **facts, **times})
     try:
         return loop.run()
     finally:

@@ -11,7 +11,7 @@
     const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
     return Object.assign({}, layout, {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, size: 12 },
-      margin: { l: 48, r: 12, t: 32, b: 40 }, legend: { orientation: "h", y: -0.2, yanchor: "top" }, showlegend: figure.data.length > 1,
+      margin: { l: 48, r: 12, t: 32, b: 40 }, legend: { orientation: "h", y: -0.32, yanchor: "top" }, showlegend: figure.data.length > 1,
       modebar: { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: ink },
       xaxis: Object.assign({}, axis, layout.xaxis), yaxis: Object.assign({}, axis, layout.yaxis),
       transition: { duration: still.matches ? 0 : 150 },
