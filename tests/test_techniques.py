@@ -151,22 +151,24 @@ def test_a_fused_model_gives_the_same_answer(tiny_model: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "gemma4"])
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_prepacked_weights_give_the_plain_loss_and_gradients(tmp_path: Path, family: str, is_fused: bool) -> None:
-    from hotlap.train import model
-    from hotlap.train.prepacked import Product
+    import torch
+
+    from hotlap.train import model, prepacked
 
     folder = make_family(tmp_path, family)
     plain_way = model.attach_lora(model.load_base(folder), LoraConfig(rank=4), 0, "b")
     both = TechniquesConfig(prepacked_weights=True, fused_projections=is_fused)
     packed = model.attach_lora(model.load_base(folder), LoraConfig(rank=4), 0, "b", techniques=both)
-    calls: list[int] = []
-    before = Product.__call__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Product, "__call__", lambda self, rows: calls.append(1) or before(self, rows))
-        moved(plain_way)
-        moved(packed)
-        (plain, expected), (found_loss, found) = loss_and_gradients(plain_way), loss_and_gradients(packed)
+    moved(plain_way)
+    moved(packed)
+    (plain, expected), (found_loss, found) = loss_and_gradients(plain_way), loss_and_gradients(packed)
     assert found_loss == pytest.approx(plain, rel=1e-5)
     require_close(found, expected)
+    calls: list[int] = []
+    before = prepacked._times
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(prepacked, "_times", lambda *given: calls.append(1) or before(*given))
+        packed.logits(packed.hidden(torch.arange(40, 60)[None], torch.ones(1, 20, dtype=torch.int32)))
     # Every frozen matrix of the decoder, and the head, once: joined ones count as one.
     assert len(calls) == num_products(plain_way, is_fused)
 

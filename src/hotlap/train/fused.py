@@ -4,9 +4,7 @@ Every adapted module keeps its own A and B as parameters, under the names that P
 are computed changes. So checkpoints, optimizer state and the finished adapter are those of the plain model.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 
 from hotlap.errors import ConfigError
-from hotlap.train.prepacked import Product
+from hotlap.train.prepacked import GroupProduct, Layouts, Member
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules that their parent gives one input, in every decoder family that we support."""
@@ -23,33 +21,21 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # B rows, T positions, I inputs, O outputs of all modules of a group, R their ranks together
 
 
-@dataclass(frozen=True)
-class _Member:
-    """A linear module of a group. Without LoRA, `inner`, `outer` and `scale` have no part in it."""
-
-    num_outputs: int
-    inner: torch.nn.Parameter | None = None
-    outer: torch.nn.Parameter | None = None
-    scale: float = 0.0
-
-
 class _Group:
     """Linear modules of one input. Whichever is called first computes them all; the others find their part ready."""
 
-    def __init__(self, modules: list[Any], is_prepacked: bool) -> None:
+    def __init__(self, modules: list[Any], layouts: Layouts | None) -> None:
         self.plain = [_plain_of(module) for module in modules]
+        self._weight_OI, self._bias_O = _joined(self.plain)
         self._members = [_member_of(module, linear) for module, linear in zip(modules, self.plain, strict=True)]
-        weight_OI, bias_O = _joined(self.plain)
-        self._base: Callable[[torch.Tensor], torch.Tensor] = (
-            Product(weight_OI, bias_O) if is_prepacked else partial(F.linear, weight=weight_OI, bias=bias_O)
-        )
+        self._prepacked = layouts and GroupProduct(self._members, self._weight_OI, self._bias_O, layouts)
         self._input: torch.Tensor | None = None
         self._ready: dict[int, torch.Tensor] = {}
 
     def output(self, place: int, input_BTI: torch.Tensor) -> torch.Tensor:
         """`[B, T, outputs]` of the module in that place."""
         if self._input is not input_BTI or place not in self._ready:
-            self._ready = dict(enumerate(self._outputs(input_BTI)))
+            self._ready = dict(enumerate((self._prepacked or self._outputs)(input_BTI)))
             self._input = input_BTI
         output = self._ready.pop(place)
         if not self._ready:
@@ -57,7 +43,7 @@ class _Group:
         return output
 
     def _outputs(self, input_BTI: torch.Tensor) -> Iterator[torch.Tensor]:
-        base_BTO = self._base(input_BTI)
+        base_BTO = F.linear(input_BTI, self._weight_OI, self._bias_O)
         bases = base_BTO.split([member.num_outputs for member in self._members], dim=-1)
         inner: list[torch.Tensor] = [member.inner for member in self._members if member.inner is not None]
         if not inner:
@@ -85,9 +71,9 @@ class _Output:
         return self._group.output(self._place, input_BTI)
 
 
-def fuse(model: PeftModel, is_prepacked: bool = False) -> list[torch.nn.Module]:
-    """Change how the decoder's linear modules are computed. Returns those of the base that are: with `is_prepacked`,
-    their weights are laid out as `prepacked` does it.
+def fuse(model: PeftModel, layouts: Layouts | None = None) -> list[torch.nn.Module]:
+    """Change how the decoder's linear modules are computed. Returns those of the base that are. With `layouts` their
+    weights are laid out, as `prepacked` does it.
 
     Raises:
         ConfigError: none of its layers has projections of one input by the names that we know.
@@ -101,7 +87,7 @@ def fuse(model: PeftModel, is_prepacked: bool = False) -> list[torch.nn.Module]:
         )
     computed: list[torch.nn.Module] = []
     for modules in groups:
-        group = _Group(modules, is_prepacked)
+        group = _Group(modules, layouts)
         computed += group.plain
         for place, module in enumerate(modules):
             module.forward = _Output(group, place)
@@ -130,12 +116,12 @@ def _plain_of(module: Any) -> torch.nn.Linear:
     return linear
 
 
-def _member_of(module: Any, linear: torch.nn.Linear) -> _Member:
+def _member_of(module: Any, linear: torch.nn.Linear) -> Member:
     if not isinstance(module, LoraLinear):
-        return _Member(linear.out_features)
+        return Member(linear.weight.detach())
     inner: Any = module.lora_A["default"].weight
     outer: Any = module.lora_B["default"].weight
-    return _Member(linear.out_features, inner, outer, module.scaling["default"])
+    return Member(linear.weight.detach(), inner, outer, module.scaling["default"])
 
 
 def _joined(plain: list[torch.nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -20,7 +20,7 @@ from hotlap.train.base import decoder_linears, is_linear, load_base
 from hotlap.train.fused import fuse
 from hotlap.train.loss import Head
 from hotlap.train.optim import Named
-from hotlap.train.prepacked import prepack
+from hotlap.train.prepacked import Layouts, prepack
 
 __all__ = ["AdaptedModel", "attach_lora", "load_base"]
 
@@ -215,9 +215,10 @@ def attach_lora(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(precision)
-    done = fuse(model, techniques.prepacked_weights) if techniques.fused_projections else []
-    if techniques.prepacked_weights:
-        prepack(model, done)
+    layouts = Layouts() if techniques.prepacked_weights else None
+    done = fuse(model, layouts) if techniques.fused_projections else []
+    if layouts is not None:
+        prepack(model, done, layouts)
     return AdaptedModel(model, neftune_alpha, techniques)
 
 
