@@ -48,7 +48,7 @@ def test_goodput_is_of_the_slice_s_own_time_whenever_it_is_seen(
 def test_a_machine_s_slice_ends_when_it_ends_there(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(SliceProgress, "on_event", lambda _self, event: seen.append(event))
-    with _Display(SETTINGS) as display:
+    with _Display(SETTINGS, None) as display:
         display.on_event(start(20.0))
     assert seen[0]["deadline_at_s"] == now[0] + SETTINGS.slice.cap_s - 20.0
 

@@ -30,6 +30,7 @@ class Extra:
 
 EXTRAS = (
     Extra("train", "training, generating, converting models"),
+    Extra("gpt", "studies of small GPTs: hotlap research"),
     Extra("postgres", "a ledger that several machines share"),
     Extra("volume", "files of a network volume: hotlap volume, hotlap pull"),
     Extra("modal", "machines of Modal: hotlap launch --on modal"),

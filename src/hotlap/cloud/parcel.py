@@ -39,13 +39,14 @@ _STAYS = re.compile(
 )
 """What no job on a rented machine uses."""
 
-_GOES = re.compile(r"(cloud/(__init__|bundle|errand|provider|worker)|cli/__init__)\.py")
+_GOES = re.compile(r"(cloud/(__init__|bundle|errand|provider|worker)|cli/(__init__|commands))\.py")
 """Of that, what every job there begins with."""
 
 _CORE = r"(__\w+__|checkpoint|child|clock|config\w*|durable|errors|guard|runs|supervise|tether)\.py|"
 _ALONE = {
     "research": re.compile(
-        _CORE + r"cli/(__init__|research\w*|progress|runs)\.py|research/(?!lora|simulate|replay|ray_|price)\w+\.py"
+        _CORE + r"cli/(__init__|commands|research\w*|progress|runs)\.py|"
+        r"research/(?!lora|simulate|replay|ray_|price)\w+\.py"
     ),
     "verify": re.compile(_CORE + r"(artifacts|hub|pins|sources)\.py|speedrun/\w+\.py"),
 }
