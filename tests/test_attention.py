@@ -119,7 +119,7 @@ def loss_of(adapted: Any, data: PackedDataset, is_open: bool = False) -> tuple[f
     return float(loss.detach()), {name: parameter.grad.clone() for name, parameter in adapted.parameters.items()}
 
 
-def require_same(one: tuple[float, dict[str, Any]], other: tuple[float, dict[str, Any]]) -> None:
+def assert_same(one: tuple[float, dict[str, Any]], other: tuple[float, dict[str, Any]]) -> None:
     import torch
 
     assert one[0] == pytest.approx(other[0], abs=1e-5)
@@ -137,8 +137,8 @@ def test_b15_a_kernel_for_varying_lengths_gives_the_mask_s_loss_and_gradients(
     if kernel == "flash":
         register(monkeypatch, loops)
     ours.use_kernel(kernel)
-    require_same(by_mask, loss_of(ours, data))
-    require_same(is_open, loss_of(ours, data, is_open=True))
+    assert_same(by_mask, loss_of(ours, data))
+    assert_same(is_open, loss_of(ours, data, is_open=True))
     assert abs(by_mask[0] - is_open[0]) > 1e-4
     ours.peft_model.train()  # noise is made by the length of the example, and of the flat rows' shape
     assert np.isfinite(loss_in_this_mode(ours, data))
@@ -150,7 +150,7 @@ def test_each_family_attends_in_each_example_by_itself_as_by_a_mask(family: str,
     ours, data = adapted(make_family(tmp_path / family, family)), packed(tmp_path)
     by_mask = loss_of(ours, data)
     ours.use_kernel("examples")
-    require_same(by_mask, loss_of(ours, data))
+    assert_same(by_mask, loss_of(ours, data))
 
 
 def test_answers_are_made_as_by_a_mask(tiny_model: Path) -> None:
