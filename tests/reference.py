@@ -21,7 +21,7 @@ from hotlap import checkpoint, durable, runs
 from hotlap.cli import cli
 from hotlap.cloud import receipts
 from hotlap.config import CloudConfig, RunConfig
-from hotlap.research import board
+from hotlap.research import board, history
 from hotlap.research.space import StudyConfig
 from hotlap.speedrun import records
 from hotlap.speedrun.track import Spec
@@ -31,7 +31,8 @@ FILES: dict[str, ModuleType] = {
     "A checkpoint": checkpoint,
     "Published directories and logs": durable,
     "A receipt": receipts,
-    "A study": board,
+    "A study": history,
+    "A study's board": board,
     "A track's records": records,
 }
 """What is on a disk, and the module whose docstring tells it."""

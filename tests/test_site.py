@@ -14,7 +14,7 @@ import readme
 import reference
 import sessions
 from click.testing import CliRunner
-from fixtures_data import write_byte_tokenizer
+from test_propose import model_of_width
 from test_report import make_run
 
 from hotlap.cli import cli
@@ -67,8 +67,7 @@ def test_commands_that_cost_nothing_do_what_the_page_says(
     the tokenizer is real. Whatever else this machine serves is none of a page's business."""
     home.mkdir()
     (home / "cloud.toml").write_text("[guard]\ntrain_beside_serving = true\n")
-    model = write_byte_tokenizer(tmp_path / "model")
-    (model / "config.json").write_text('{"vocab_size": 300}')
+    model = model_of_width(tmp_path / "model", 64)
     (model / "model.safetensors").touch()
     sessions.furnish(tmp_path, page)
     for name in ("lap", "my-run", "RUN"):

@@ -10,7 +10,7 @@ import yaml
 from contest import NOTES, ROOT, micro, micro_contest, written_submission
 
 from hotlap.errors import UsageError
-from hotlap.speedrun import submission, template
+from hotlap.speedrun import ablate, submission, template
 
 GOOD = "import argparse\n\nprint('trained')\n"
 
@@ -277,6 +277,14 @@ def test_recipes_that_are_refused(text: str, reason: str, contest: Path) -> None
     (folder / "recipe.toml").write_text(text)
     (said,) = refused(contest, folder)
     assert re.search(reason, said), said
+
+
+def test_a_new_recipe_can_be_taken_apart(contest: Path) -> None:
+    """The page of the contest types `new --recipe`, then `ablate`, which had nothing to leave out."""
+    entry = submission.load(template.new(contest, "001-ada", "ada", micro(contest), "recipe"), micro(contest))
+    assert entry.recipe is not None
+    factors = ablate.factors_of(entry.recipe, ablate.without_techniques(entry.recipe))
+    assert [factor.name for factor in factors] == ["techniques.chunked_loss"]
 
 
 def test_a_submission_is_either_a_program_or_a_recipe(contest: Path) -> None:

@@ -68,7 +68,7 @@ Example:
 )
 @click.argument("name")
 @click.option("--author", required=True, help="Your GitHub name.")
-@click.option("--track", "track_id", required=True)
+@click.option("--track", "track_id", required=True, help="What it is for: a folder of tracks/.")
 @click.option("--recipe", is_flag=True, help="Settings of hotlap's trainer in recipe.toml, in place of a train.py.")
 @contest_option
 def new(name: str, author: str, track_id: str, recipe: bool, contest: Path) -> None:
@@ -89,10 +89,16 @@ Example:
 )
 @click.argument("track_id")
 @click.option("--data", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Rows, as JSONL.")
-@click.option("--metric", type=click.Choice(["exact", "loss"]), default="exact")
+@click.option(
+    "--metric",
+    type=click.Choice(["exact", "loss"]),
+    default="exact",
+    show_default=True,
+    help="Answers that are right to the letter, or held-out loss.",
+)
 @click.option("--target", type=float, help="What a run has to reach: a share, or nats per token.")
-@click.option("--base-model", default="smollm2-135m", show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--base-model", default="smollm2-135m", show_default=True, help="As hotlap prefetch takes it.")
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of processor, for each run.")
 @contest_option
 def new_track(
     track_id: str, data: Path | None, metric: Any, target: float | None, base_model: str, threads: int, contest: Path
@@ -147,7 +153,9 @@ Example:
 """
 )
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--runs", "num_runs", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option(
+    "--runs", "num_runs", type=click.IntRange(min=1), default=3, show_default=True, help="How many, with those of earlier calls."
+)
 @click.option(
     "--measured",
     type=click.Path(path_type=Path, exists=True, file_okay=False),

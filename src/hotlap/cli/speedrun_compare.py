@@ -27,7 +27,7 @@ Example:
 )
 @click.argument("first", type=click.Path(path_type=Path))
 @click.argument("second", type=click.Path(path_type=Path))
-@click.option("--pairs", type=click.IntRange(min=2), default=3, show_default=True)
+@click.option("--pairs", type=click.IntRange(min=2), default=3, show_default=True, help="Runs of each, in pairs.")
 @_out
 @contest_option
 @json_option
@@ -58,7 +58,7 @@ def duel(first: Path, second: Path, pairs: int, out: Path | None, contest: Path,
 @speedrun.command(
     epilog="""\b
 Example:
-  hotlap speedrun ablate submissions/002-ada --against submissions/001-ada
+  hotlap speedrun ablate submissions/002-ada
 """
 )
 @click.argument("folder", type=click.Path(path_type=Path))
@@ -73,7 +73,8 @@ Example:
 @json_option
 def ablate(folder: Path, against: Path | None, rounds: int, out: Path | None, contest: Path, as_json: bool) -> int:
     """Leave out each technique of a recipe, and add each alone to a plain one, all in turn on this machine. Prints the
-    table for the notes. Exit 75: stopped by a signal, and the same command goes on."""
+    table for the notes. FOLDER is a submission with a recipe.toml. Exit 75: stopped by a signal, and the same command
+    goes on."""
     from hotlap.cli.progress import plain
     from hotlap.errors import UsageError
     from hotlap.speedrun import ablate as maker
@@ -105,13 +106,13 @@ Example:
 )
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--to", "track_id", required=True, help="The other track.")
-@click.option("--runs", "num_runs", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--runs", "num_runs", type=click.IntRange(min=1), default=3, show_default=True, help="Of the recipe there.")
 @_out
 @contest_option
 @json_option
 def transfer(folder: Path, track_id: str, num_runs: int, out: Path | None, contest: Path, as_json: bool) -> int:
-    """Run a recipe on another track as it is: transfers, partly, or no. Exit 0: it transfers; 8: partly or no; 75:
-    stopped by a signal, and the same command goes on."""
+    """Run a recipe on another track as it is: transfers, partly, or no. FOLDER is a submission with a recipe.toml. Exit
+    0: it transfers; 8: partly or no; 75: stopped by a signal, and the same command goes on."""
     from hotlap.speedrun import remote, submission, track
     from hotlap.speedrun import transfer as maker
     from hotlap.speedrun.stopping import Stopped

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hotlap.config import CloudConfig, DataConfig
 from hotlap.config_data import ColumnsConfig
+from hotlap.data.estimate import shape_of
 from hotlap.data.examples import BadRow, Example
 from hotlap.data.readers import Source
 from hotlap.data.render import Renderer
@@ -28,6 +29,13 @@ _LONGEST, _SHORTEST, _STEP = 4096, 64, 64
 _ROW_OF_SEVERAL = 512
 _MOST_HELD_OUT = 200
 _NUM_EVALUATIONS = 5
+
+_RATE_OF_ANY_MODEL = 2e-4
+_FITTED_RATE, _FITTED_WIDTH, _FITTED_POWER = 5e-4, 2000, 0.781
+"""Others' fit for LoRA on Llama models: docs/how-to/own-data.md."""
+
+_MOST_RATE = 2e-3
+"""The highest that was compared with others here, at a width of 576."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,9 @@ class Look:
     has_template: bool | None
     """None: the base model is not here."""
 
+    width: int | None = None
+    """The base model's. None: it is not here."""
+
     columns: ColumnsConfig | None = None
     first_prompt: str | None = None
     """What the first short enough question of the data asks."""
@@ -59,7 +70,7 @@ def look_at(place: Path, model_folder: Path | None, settings: DataConfig | None 
     """
     Raises:
         BadData: a file cannot be read, or none of its first rows is an example and no two columns look like a pair.
-        MissingArtifact: there is no such file.
+        MissingArtifact: there is no such file, or the base model's folder does not tell its width.
     """
     source = Source(place, settings or DataConfig())
     rows = list(islice(source.rows(), _MOST_LOOKED_AT + 1))
@@ -81,6 +92,7 @@ def look_at(place: Path, model_folder: Path | None, settings: DataConfig | None 
         lengths=sorted(_lengths(examples, renderer)),
         is_exact=renderer is not None,
         has_template=renderer.has_chat_template if renderer else None,
+        width=shape_of(model_folder).hidden if model_folder else None,
         columns=settings.columns if settings else None,
         first_prompt=next(filter(None, map(_prompt_of, examples)), None),
     )
@@ -161,12 +173,13 @@ def propose(look: Look, base_model: str, dataset: str, cloud: CloudConfig, notes
     rows_a_step = max(1, min(16, num_rows // 16))
     num_steps = max(1, math.ceil(num_rows * epochs / rows_a_step))
     minutes = cloud.limits.max_slice_minutes
+    lr, why_lr = _lr(look.width)
     settings = [
         Setting("", "base_model", base_model),
         Setting("", "dataset", dataset),
         *_data(look, seq_len, why, held_out),
         Setting("lora", "rank", 16, "Width of the adapter; more for a task that is far from what the model can do."),
-        Setting("optim", "lr", 2e-4, "The setting that matters most: hotlap research searches for it."),
+        Setting("optim", "lr", lr, f"{why_lr} It matters most of all; hotlap research searches for the best."),
         Setting("optim", "warmup_steps", max(1, min(20, num_steps // 20))),
         Setting("train", "epochs", epochs, f"{num_fitting:,}{'' if look.is_whole else ' or more'} examples fit."),
         Setting("train", "grad_accumulation", rows_a_step, f"Rows in a step, of about {num_rows:,} in an epoch."),
@@ -183,6 +196,16 @@ def _data(look: Look, seq_len: int, why: str, held_out: int) -> Iterator[Setting
         yield Setting("data", "bad_rows", "drop", "Counted and listed; remove this line to refuse them.")
     if held_out:
         yield Setting("data", "eval_examples", held_out, "Held out: their loss says what it learned.")
+
+
+def _lr(width: int | None) -> tuple[float, str]:
+    """LoRA wants a higher rate the narrower its model is, and nearly the same at any rank: docs/how-to/own-data.md has
+    the source, and what was measured."""
+    if width is None:
+        return _RATE_OF_ANY_MODEL, "Careful: once the base model is here, init proposes a rate for its width."
+    rate = min(_MOST_RATE, _FITTED_RATE * (_FITTED_WIDTH / width) ** _FITTED_POWER)
+    formula = f"{_FITTED_RATE:g} x ({_FITTED_WIDTH} / {width}) ^ {_FITTED_POWER}, at most {_MOST_RATE:g}"
+    return float(f"{rate:.2g}"), f"By the base model's width: {formula}."
 
 
 def _eval(look: Look, num_steps: int) -> Iterator[Setting]:

@@ -10,6 +10,10 @@
       revealed   last, where a study was closed for good: its secret, from which all seeds and placebos follow
       note       words for people
 
+A run of a verification has `pair` (the candidate's and the incumbent's configuration, and the pair's number, since every
+candidate has its own pairs), `arm` (I or C) and `order` in it. `artifacts` is the folder with what the run left: its order,
+its result, and for a LoRA study the run itself.
+
 A placebo's rows show the change it pretends to be. The decision reveals it, and only then do runs of a proposal count
 for a configuration. So a reader who folds the journal, as this module does, is never misled.
 """
