@@ -3,14 +3,15 @@
 import math
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from research_stage import Stage, living_trials, make_study, start_study
 
-from hotlap.errors import ConfigError, RunLocked
-from hotlap.research import acceptance, board
+from hotlap.errors import ChildCrashed, ConfigError, MachineDisturbed, RunLocked
+from hotlap.research import acceptance, board, replay
 from hotlap.research.acceptance import NAIVE, TWO_RUN
 from hotlap.research.space import load_study
 
@@ -182,7 +183,63 @@ def test_a_disturbed_run_is_quarantined_and_made_again_once(tmp_path: Path) -> N
     (tmp_path / "wish").write_text("disturbed")
     stage.search(2)
     rows = stage.history.candidates[1].rows
-    assert [(row["status"], row["flags"]) for row in rows] == [("invalid_machine", ["psi_avg10"])] * 2
+    assert [(row["status"], row["flags"]) for row in rows] == [("invalid_machine", ["wall_over_charged"])] * 2
+    assert rows[0]["error_tail"] == "steps took 1.35 times what quiet ones take"
     assert stage.history.decisions[-1]["outcome"] == "not_judged"
     assert rows[0]["val_search_nats_per_byte"] is not None, "kept, but in no decision"
     assert all(run.status == "ok" for runs in stage.history.groups.values() for run in runs)
+    assert "- disturbed runs: 0 used, 2 left out (steps took 1.35 times" in markdown(stage)
+
+
+def markdown(stage: Stage) -> str:
+    return (stage.folder.path / "LEADERBOARD.md").read_text()
+
+
+def test_a_machine_that_wavers_is_told_soon_and_the_advice_can_be_followed(tmp_path: Path) -> None:
+    """Fifteen baselines were spent on it, `on_disturbed` could not be changed, and the same command never went on."""
+    stage = Stage(make_study(tmp_path, baseline_runs=6, proposer="sweep1", axes=["x0"], placebo_every=1000))
+    (tmp_path / "wish").write_text("disturbed")
+    for num_runs in (5, 10):
+        with pytest.raises(MachineDisturbed, match=r'5 of 5 runs.*took 1\.35 times.*on_disturbed = "use"'):
+            stage.search(1)
+        assert [row["status"] for row in stage.history.ended] == ["invalid_machine"] * num_runs
+    make_study(tmp_path, baseline_runs=6, proposer="sweep1", axes=["x0"], placebo_every=1000, on_disturbed="use")
+    assert stage.search(1) == "trials"
+    assert "- disturbed runs: 8 used, 10 left out" in markdown(stage) and "| 6 (6 disturbed) |" in markdown(stage)
+    (decision,) = stage.history.decisions
+    assert decision["reason"].endswith("; 8 of its 8 runs were disturbed"), decision
+    assert replay.disagreements(stage.rows, stage.secret) == []
+
+
+def test_a_machine_that_has_become_quiet_goes_on(tmp_path: Path) -> None:
+    """Of a search, and of a proof, whose pairs that were lost to the machine say nothing against the candidate."""
+    settings = {"acceptance": "naive", "baseline_runs": 2, "proposer": "sweep1", "axes": ["x0"], "placebo_every": 1000}
+    stage = Stage(make_study(tmp_path, noise=0.0, **settings))
+
+    def on_a_wavering_machine(act: Callable[[], str]) -> None:
+        (tmp_path / "wish").write_text("disturbed")
+        with pytest.raises(MachineDisturbed):
+            act()
+        (tmp_path / "wish").unlink()
+
+    on_a_wavering_machine(lambda: stage.search(1))
+    assert stage.search(1) == "trials" and len(stage.history.anchors) == 2
+    for _ in range(2):
+        on_a_wavering_machine(stage.verify)
+    assert stage.verify() == "judged" and stage.history.verified is not None
+    assert stage.history.verified["num_pairs"] == 8 and "disturbed" not in stage.history.verified["reason"]
+
+
+@pytest.mark.parametrize(
+    ("trick", "words"), [("crash", "3 runs of the baseline failed"), ("sigkill", "killed from outside")]
+)
+def test_what_stood_in_a_command_s_way_does_not_stand_in_the_next_one_s(tmp_path: Path, trick: str, words: str) -> None:
+    """What was lacking, a package or memory, is mended outside of the study's file, which stays as it is."""
+    stage = Stage(make_study(tmp_path, baseline_runs=1, proposer="sweep1", axes=["x0"], placebo_every=1000))
+    (tmp_path / "wish").write_text(trick)
+    with pytest.raises(ChildCrashed, match=words):
+        stage.search(1)
+    assert len(stage.history.ended) == 3
+    (tmp_path / "wish").unlink()
+    assert stage.search(1) == "trials"
+    assert replay.disagreements(stage.rows, stage.secret) == []

@@ -49,6 +49,7 @@ CODES = {
     "NotProven": (8, "undecided"),
     "ProofFailed": (8, "fail"),
     "Undecided": (8, "undecided"),
+    "MachineDisturbed": (8, "disturbed"),
 }
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from hotlap.child import ChildEnd
 from hotlap.research import executor
-from hotlap.research.executor import disturbances, finite, num_oom_kills, shares_of_cores, status_of
+from hotlap.research.disturbed import disturbances, in_words
+from hotlap.research.executor import finite, num_oom_kills, shares_of_cores, status_of
 
 pytestmark = pytest.mark.long
 
@@ -67,6 +68,22 @@ def test_numbers_that_are_none_become_null() -> None:
 def test_disturbances_are_of_the_machine_only() -> None:
     assert disturbances({"flags": ["uneven_steps", "probe", "zero_loss"]}) == ["probe"]
     assert disturbances(None) == [] and disturbances({}) == []
+
+
+def test_a_disturbance_is_told_with_what_was_measured() -> None:
+    """As a rented virtual machine was seen to waver, and a program of somebody's own that gives no numbers."""
+    wavering = {
+        "wall_over_charged": 1.35,
+        "probe_before": 0.2,
+        "probe_after": 0.27,
+        "flags": ["wall_over_charged", "probe"],
+    }
+    slower = {**wavering, "wall_over_charged": 1.21, "flags": ["wall_over_charged"]}
+    assert in_words([wavering, slower, {"flags": ["uneven_steps"]}, None]) == (
+        "steps took 1.21 to 1.35 times what quiet ones take; "
+        "a product of reference took 1.35 times as long after it as before"
+    )
+    assert in_words([{"flags": ["probe", "fan"], "probe_after": True}]) == "probe; fan"
 
 
 def test_workers_keep_to_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

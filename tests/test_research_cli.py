@@ -114,6 +114,18 @@ def test_refusals_have_their_exit_codes(hotlap: Hotlap, tmp_path: Path, monkeypa
     assert "exit 2 config" in hotlap("study.toml", check=2).stderr
 
 
+def test_a_wavering_machine_s_figures_are_told_with_every_run(hotlap: Hotlap, tmp_path: Path) -> None:
+    settings = {"baseline_runs": 1, "axes": ["x0"], "proposer": "sweep1"}
+    make_study(tmp_path, **settings)
+    (tmp_path / "wish").write_text("disturbed")
+    lines = hotlap("study.toml", "--trials", "1", check=8).stderr.splitlines()
+    assert lines[0].endswith("nats/byte (Disturbed: steps took 1.35 times what quiet ones take)")
+    assert lines[-1].startswith("hotlap: exit 8 disturbed: 5 of 5 runs were disturbed and left out: steps took 1.35")
+    make_study(tmp_path, **settings, on_disturbed="use")
+    lines = hotlap("study.toml", "--trials", "1").stderr.splitlines()
+    assert lines[0].endswith("(disturbed, and used: steps took 1.35 times what quiet ones take)")
+
+
 def test_the_page_s_study_loads_and_its_commands_parse(tmp_path: Path) -> None:
     text = (Path(__file__).parent.parent / "docs" / "research.md").read_text()
     (block,) = re.findall(r"```toml\n(.*?)```", text, flags=re.S)

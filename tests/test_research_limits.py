@@ -14,6 +14,7 @@ from hotlap import clock
 from hotlap.errors import ConfigError, UsageError
 from hotlap.research import claim, executor, plan, proposer, simulate
 from hotlap.research.acceptance import Noise
+from hotlap.research.disturbed import disturbances
 from hotlap.research.executor import NUMBERS
 from hotlap.research.history import History
 from hotlap.research.price import price_of
@@ -183,8 +184,8 @@ def test_a_quota_that_held_a_run_back_is_a_disturbance(tmp_path: Path) -> None:
     assert executor.throttled_us(tmp_path / "cpu.stat") == 1234 and executor.throttled_us(tmp_path / "none") == 0
     fields: dict[str, Any] = {"validity": {"flags": ["uneven_steps"]}, "total_s": 10.0}
     held = executor.with_throttling(fields, 300_000)["validity"]
-    assert held["throttled_us"] == 300_000 and executor.disturbances(held) == ["throttled"]
-    assert executor.disturbances(executor.with_throttling(fields, 100_000)["validity"]) == []
+    assert held["throttled_us"] == 300_000 and disturbances(held) == ["throttled"]
+    assert disturbances(executor.with_throttling(fields, 100_000)["validity"]) == []
 
 
 # --- price ---

@@ -35,9 +35,10 @@
     │   ├── DiskFull               disk_full
     │   ├── ReadOnlyVolume         read_only
     │   └── VolumeGone             volume_gone
-    └── NotProven              8   fail, undecided
+    └── NotProven              8   fail, undecided, disturbed
         ├── ProofFailed            fail
-        └── Undecided              undecided
+        ├── Undecided              undecided
+        └── MachineDisturbed       disturbed
 
 A class fixes the exit code and the reason word; `--json` output and the last line on stderr carry both.
 Exit codes that are no errors: 0 done, 8 not proven, 75 slice over (call again), 124 overran its cap, 130 second Ctrl-C.
@@ -259,6 +260,12 @@ class Undecided(NotProven):
     """The machine is too noisy, or too many runs were lost, to say anything."""
 
     reason = "undecided"
+
+
+class MachineDisturbed(NotProven):
+    """Other work on this machine, or its own wavering, spoils nearly all that is measured here."""
+
+    reason = "disturbed"
 
 
 _STORAGE_ERRORS: dict[int, tuple[type[StorageFailed], str]] = {

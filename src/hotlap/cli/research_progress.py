@@ -79,6 +79,9 @@ def _change(row: dict[str, Any]) -> str:
 
 
 def _why(row: dict[str, Any]) -> str:
+    from hotlap.research.disturbed import in_words
     from hotlap.research.plan import last_words
 
-    return "" if row["status"] == "ok" else f" ({row['error_class']}: {last_words(str(row['error_tail']))[-160:]})"
+    if row["status"] == "ok":
+        return f" (disturbed, and used: {in_words([row['validity']])})" if row["flags"] else ""
+    return f" ({row['error_class']}: {last_words(str(row['error_tail']))[-160:]})"

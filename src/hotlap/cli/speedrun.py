@@ -154,7 +154,12 @@ Example:
 )
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option(
-    "--runs", "num_runs", type=click.IntRange(min=1), default=3, show_default=True, help="How many, with those of earlier calls."
+    "--runs",
+    "num_runs",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="How many, with those of earlier calls.",
 )
 @click.option(
     "--measured",

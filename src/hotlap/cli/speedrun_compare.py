@@ -106,7 +106,9 @@ Example:
 )
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--to", "track_id", required=True, help="The other track.")
-@click.option("--runs", "num_runs", type=click.IntRange(min=1), default=3, show_default=True, help="Of the recipe there.")
+@click.option(
+    "--runs", "num_runs", type=click.IntRange(min=1), default=3, show_default=True, help="Of the recipe there."
+)
 @_out
 @contest_option
 @json_option

@@ -22,6 +22,8 @@ def page_of(name: str, history: History, made_at: str) -> Page:
         ("Charged seconds per run", header["budget_s"]),
         ("Rule", header["acceptance"]),
         ("Noise of one run", None if header["noise"] is None else header["noise"]["s"]),
+        ("Disturbed runs that count", header["disturbed"]["num_used"]),
+        ("Disturbed runs left out", header["disturbed"]["num_left_out"]),
         ("Hours", header["hours"]),
     ]
     charts = [_progress(plots), _prediction(plots), *_clock(plots), _curves(plots)]
@@ -120,11 +122,12 @@ def _curves(plots: Mapping[str, Any]) -> Chart:
 
 
 def _entries(entries: Sequence[Mapping[str, Any]]) -> Table:
-    header = ["configuration", "rank", "state", "bits per byte", "nats per byte", "± s.e.", "runs", "gain", "change"]
+    header = ["configuration", "rank", "state", "bits per byte", "nats per byte", "± s.e.", "runs", "disturbed", "gain"]
+    header += ["change"]
     rows = [
         [
             *(entry["config_hash"], entry["rank"], entry["state"], entry["bpb"], entry["nats_per_byte"], entry["se"]),
-            *(entry["num_runs"], entry["gain_on_baseline"], _change(entry["change"])),
+            *(entry["num_runs"], entry["num_disturbed"], entry["gain_on_baseline"], _change(entry["change"])),
         ]
         for entry in entries
     ]

@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from hotlap import durable
-from hotlap.research import acceptance
+from hotlap.research import acceptance, disturbed
 from hotlap.research.acceptance import Noise
 from hotlap.research.history import OK, Anchor, History, Row, StudyFolder, loss_of
 from hotlap.research.space import Settings
@@ -105,12 +105,13 @@ def _entry(history: History, anchor: Anchor, noise: Noise | None, claims: Mappin
         "bpb": mean.loss / _LN2,
         "se": noise.s / math.sqrt(len(mean.runs)),
         "num_runs": len(mean.runs),
+        "num_disturbed": sum(bool(row["flags"]) for row in mean.runs),
         "is_after_choice": mean.is_after_choice,
         "gain_on_baseline": gain if decision else None,
         "interval_90": [gain - half, gain + half] if decision else None,
         "gain_on_parent": decision["delta"] if decision else None,
         "change": _change(history, decision) if decision else None,
-        "claim": _claim(claim) if claim else None,
+        "claim": _claim(claim, history) if claim else None,
         **{name: last[name] for name in ("tokens_per_s", "steps", "params", "charged_s", "wall_s", "peak_mem_mb")},
         "last_run_at": last["ended_at"],
         "run_ids": [row["run_id"] for row in mean.runs],
@@ -118,9 +119,12 @@ def _entry(history: History, anchor: Anchor, noise: Noise | None, claims: Mappin
     }
 
 
-def _claim(row: Row) -> dict[str, Any]:
+def _claim(row: Row, history: History) -> dict[str, Any]:
     names = ("outcome", "delta", "interval_90", "p", "p_of_all_claims", "num_pairs", "passed_at", "rho", "gap")
-    return {name: row[name] for name in names} | {"is_gap_wide": row["is_gap_wide"], "decision_id": row["decision_id"]}
+    evidence = {*row["run_ids_candidate"], *row["run_ids_incumbent"]}
+    num_disturbed = sum(run["run_id"] in evidence for run in history.ended if run["flags"])
+    told = {name: row[name] for name in names} | {"num_disturbed": num_disturbed}
+    return told | {"is_gap_wide": row["is_gap_wide"], "decision_id": row["decision_id"]}
 
 
 def _change(history: History, decision: Row) -> dict[str, Any]:
@@ -148,10 +152,9 @@ def _rank(entries: list[dict[str, Any]]) -> None:
 def _header(history: History, noise: Noise | None) -> dict[str, Any]:
     assert history.campaign is not None
     placebos = [row for row in history.decisions if row["placebo"] and row["outcome"] != "not_judged"]
-    runs = [run.row for run in history.runs]
     resets = [row for row in history.decisions if row["outcome"] == "drift_reset"]
-    costs = [row["cost_usd"] for row in _all_rows(history) if row["cost_usd"] is not None]
-    spent = [row["total_s"] for row in runs if row["total_s"] is not None]
+    costs = [row["cost_usd"] for row in history.ended if row["cost_usd"] is not None]
+    spent = [row["total_s"] for row in history.ended if row["total_s"] is not None]
     return {
         "study": history.study.name,
         "campaign_id": history.campaign["campaign_id"],
@@ -163,7 +166,8 @@ def _header(history: History, noise: Noise | None) -> dict[str, Any]:
         "noise": {"s": noise.s, "df": noise.df} if noise else None,
         "num_runs": history.num_ended,
         "num_judged": history.num_judged,
-        "num_by_status": dict(sorted(Counter(row["status"] for row in _all_rows(history)).items())),
+        "num_by_status": dict(sorted(Counter(row["status"] for row in history.ended).items())),
+        "disturbed": _disturbed(history),
         "hours": sum(spent) / 3600 if spent else None,
         "cost_usd": sum(costs) if costs else None,
         "answers": _answers(history),
@@ -180,8 +184,13 @@ def _answers(history: History) -> dict[str, int]:
     return {"asked": len(asked), "refused": refused, "replaced": sum("instead_of" in made for made in asked)}
 
 
-def _all_rows(history: History) -> list[Row]:
-    return [run.row for run in history.runs] + [row for open_ in history.in_progress for row in open_.rows]
+def _disturbed(history: History) -> dict[str, Any]:
+    """Runs on a machine that was busy or wavered: how many count all the same, how many do not, what was measured."""
+    flagged = [row for row in history.ended if row["flags"]]
+    num_used = sum(row["status"] == OK for row in flagged)
+    num_left_out = sum(row["status"] == "invalid_machine" for row in flagged)
+    words = disturbed.in_words([row["validity"] for row in flagged])
+    return {"num_used": num_used, "num_left_out": num_left_out, "words": words}
 
 
 def floors(history: History) -> dict[str, float]:
@@ -286,7 +295,8 @@ def _markdown(history: History, board: dict[str, Any]) -> str:
 
 
 def _header_lines(header: dict[str, Any]) -> list[str]:
-    noise, placebos = header["noise"], header["placebos"]
+    noise, placebos, busy = header["noise"], header["placebos"], header["disturbed"]
+    lost = f"{busy['num_used']} used, {busy['num_left_out']} left out ({_safe(busy['words'])})"
     told = "not measured yet" if noise is None else f"{noise['s']:.4f} nats/byte ({noise['df']} degrees of freedom)"
     statuses = ", ".join(f"{count} {status}" for status, count in header["num_by_status"].items()) or "none"
     cost = "" if header["cost_usd"] is None else f", ${header['cost_usd']:.2f}"
@@ -296,6 +306,7 @@ def _header_lines(header: dict[str, Any]) -> list[str]:
         f"- budget {header['budget_s']:g} charged seconds, data {_safe(header['data'])}, rule {header['acceptance']}",
         f"- noise of one run: {told}",
         f"- runs: {statuses}; {header['num_judged']} proposals judged; {hours}{cost}",
+        *([f"- disturbed runs: {lost}"] if busy["words"] else []),
         *([f"- {answers}"] if header["answers"]["asked"] else []),
         f"- placebos kept: {placebos['num_kept']} of {placebos['num_judged']}; drift resets: {header['drift_resets']}",
     ]
@@ -310,7 +321,7 @@ def _entry_line(entry: dict[str, Any]) -> str:
         entry["state"],
         f"{entry['bpb']:.4f}",
         f"{entry['nats_per_byte']:.4f} ± {entry['se']:.4f}{'' if entry['is_after_choice'] else ' *'}",
-        entry["num_runs"],
+        f"{entry['num_runs']}" + (f" ({entry['num_disturbed']} disturbed)" if entry["num_disturbed"] else ""),
         gain,
         _safe(_words(entry["change"])),
         "-" if entry["params"] is None else f"{entry['params']:,}",

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from statistics import correlation, fmean
 
 from hotlap.errors import Undecided, UsageError
-from hotlap.research import acceptance, seeds
+from hotlap.research import acceptance, disturbed, seeds
 from hotlap.research.acceptance import Noise
-from hotlap.research.history import OK, Anchor, History, Row, loss_of
+from hotlap.research.history import FAILED, OK, Anchor, History, Row, loss_of
 from hotlap.research.plan import Action, Decide, Finish, Start, Wait, decision_head, started_row
 
-_MAX_VOID_PAIRS = 4
+_MAX_FAILED_PAIRS = 4
 _UNSOUND = ("nan", "diverged", "oom")
 VERDICTS = ("verified", "not_verified")
 
@@ -43,8 +43,9 @@ def next_in_verification(history: History, secret: bytes) -> Action:
     noise = history.noise()
     if len(whole) >= acceptance.NUM_PAIRS:
         return Decide(_verdict_row(history, noise, candidate, incumbent, list(whole.values())))
-    if len(pairs) >= acceptance.NUM_PAIRS + _MAX_VOID_PAIRS:
-        words = f"{len(pairs) - len(whole)} of {len(pairs)} pairs have a run that failed or was disturbed"
+    failed = [arms for arms in pairs.values() if any(row["status"] in FAILED for row in arms.values())]
+    if len(failed) > _MAX_FAILED_PAIRS:
+        words = f"{len(failed)} of {len(pairs)} pairs have a run that failed"
         return Finish("stopped", Undecided(f"Not decided: {words}. See the journal for their statuses."))
     return _start_arm(history, secret, newest + 1, candidate, incumbent)
 
@@ -86,7 +87,7 @@ def _verdict_row(
     is_varied = len(set(own)) > 1 and len(set(other)) > 1
     reason = (
         f"{proof.num_pairs} pairs on the locked split: gain {proof.effect:+.4f} nats per byte, 90 % interval "
-        f"{proof.low:+.4f} to {proof.high:+.4f}"
+        f"{proof.low:+.4f} to {proof.high:+.4f}{disturbed.told([row for arms in pairs for row in arms.values()])}"
     )
     return {
         **decision_head(history, proof.verdict, reason, noise),

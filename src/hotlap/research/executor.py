@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from hotlap import child, clock, durable
 from hotlap.errors import INTERRUPTED, OVERRAN, ConfigError, UsageError
+from hotlap.research.disturbed import flags_of
 from hotlap.research.history import OK, Row
 
 TABLES = ("floors", "validity", "machine", "data")
@@ -43,8 +44,6 @@ _THROTTLED_SHARE = 0.02
 _AXES_S = 120.0
 _GIT_S = 10.0
 _SMI_S = 10.0
-_NO_DISTURBANCE = {"uneven_steps", "zero_loss"}
-"""Flags of a result that do not say that the machine was busy with something else."""
 
 
 @dataclass(frozen=True)
@@ -271,18 +270,12 @@ def _status_of_score(result: Row) -> tuple[str, str | None]:
     loss = result.get("val_search_nats_per_byte")
     if isinstance(loss, int | float) and math.isfinite(loss):
         # No text is foretold without a doubt; a trial that says so has seen the answers, or has measured nothing.
-        return (OK, None) if loss > 0.0 and "zero_loss" not in _flags(result) else ("refused", "ImpossibleScore")
+        return (
+            (OK, None)
+            if loss > 0.0 and "zero_loss" not in flags_of(result.get("validity"))
+            else ("refused", "ImpossibleScore")
+        )
     return ("nan", "NonFiniteScore") if isinstance(loss, float) else ("crash", "NoScore")
-
-
-def disturbances(validity: Mapping[str, Any] | None) -> list[str]:
-    """Signs in a result that the machine was busy with something else."""
-    return [flag for flag in _flags({"validity": validity}) if flag not in _NO_DISTURBANCE]
-
-
-def _flags(result: Mapping[str, Any]) -> list[str]:
-    flags = (result.get("validity") or {}).get("flags")
-    return [str(flag) for flag in flags] if isinstance(flags, list) else []
 
 
 def _fields(end: child.ChildEnd, result: Row | None, status: str, error_class: str | None) -> Row:
@@ -334,7 +327,7 @@ def with_throttling(fields: Row, waited_us: int) -> Row:
         return fields
     validity = {**fields["validity"], "throttled_us": waited_us}
     if waited_us > _THROTTLED_SHARE * 1e6 * fields["total_s"]:
-        validity["flags"] = [*_flags(fields), "throttled"]
+        validity["flags"] = [*flags_of(fields["validity"]), "throttled"]
     return {**fields, "validity": validity}
 
 

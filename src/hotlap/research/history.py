@@ -10,9 +10,9 @@
       revealed   last, where a study was closed for good: its secret, from which all seeds and placebos follow
       note       words for people
 
-A run of a verification has `pair` (the candidate's and the incumbent's configuration, and the pair's number, since every
-candidate has its own pairs), `arm` (I or C) and `order` in it. `artifacts` is the folder with what the run left: its order,
-its result, and for a LoRA study the run itself.
+A run of a verification has in `pair` the candidate's configuration, the incumbent's, and the pair's number, since every
+candidate has pairs of its own; `arm` (I or C) and `order` are its place there. `artifacts` is the folder with what a
+run left: its order, its result, and for a LoRA study the run itself.
 
 A placebo's rows show the change it pretends to be. The decision reveals it, and only then do runs of a proposal count
 for a configuration. So a reader who folds the journal, as this module does, is never misled.
@@ -84,8 +84,6 @@ class Anchor:
     decision: Row | None = None
     """What made it the anchor. None: it is the baseline."""
     runs: list[Row] = field(default_factory=list)
-    attempts: list[Row] = field(default_factory=list)
-    """All its own runs, however they ended."""
 
     @property
     def losses(self) -> list[float]:
@@ -100,7 +98,8 @@ class History:
         self.study: StudyConfig
         self.space: Space
         self.num_started = 0
-        self.num_ended = 0
+        self.ended: list[Row] = []
+        """All runs that ended, however they did, in that order."""
         self.starts_per_day: dict[str, int] = {}
         self.open: dict[str, Row] = {}
         self.candidates: dict[int, Candidate] = {}
@@ -173,7 +172,7 @@ class History:
 
     def _run(self, row: Row) -> None:
         self.open.pop(row["run_id"], None)
-        self.num_ended += 1
+        self.ended.append(row)
         if row["status"] == OK and self.cell is None:
             self.cell = row["cell"]
         if row["proposal"] is not None:
@@ -181,8 +180,6 @@ class History:
             self.num_since_anchor_run += row["status"] not in DISTURBED
             return
         self._attribute(row, row["config"], row["config_hash"])
-        if row["role"] in ("baseline", "sentinel"):
-            self.anchor.attempts.append(row)
         if row["status"] == OK and row["role"] in ("baseline", "sentinel"):
             self.anchor.runs.append(row)
             self.num_since_anchor_run = 0
@@ -220,6 +217,10 @@ class History:
             self.num_since_anchor_run = 0
 
     # --- what is asked of it ---
+
+    @property
+    def num_ended(self) -> int:
+        return len(self.ended)
 
     @property
     def num_judged(self) -> int:

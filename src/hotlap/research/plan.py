@@ -6,12 +6,12 @@ again.
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from hotlap.errors import ChildCrashed, ConfigError, HotlapError, Undecided
-from hotlap.research import acceptance, proposer, seeds
+from hotlap.errors import ChildCrashed, ConfigError, HotlapError, MachineDisturbed, Undecided
+from hotlap.research import acceptance, disturbed, proposer, seeds
 from hotlap.research.acceptance import Judged, Noise
 from hotlap.research.history import DISTURBED, FAILED, OK, SCHEMA, Anchor, Candidate, History, Row, loss_of
 from hotlap.research.proposer import Proposal
@@ -23,6 +23,10 @@ _MAX_LOST = 12
 """Runs of one proposal that may be lost for any reason, the study's own death included, before it is given up."""
 
 _MAX_FAILED_ANCHOR_RUNS = 3
+_MAX_DISTURBED_IN_A_ROW = 5
+_MANY_DISTURBED, _MOST_DISTURBED_FOR_ONE = 10, 2
+"""Of a machine that is quiet now and then: so many, and so many for each run that was not."""
+
 _PLATEAU_PROPOSALS = 10
 _PLATEAU_SIGMAS = 0.15
 _BARREN_PROPOSALS = 30
@@ -81,8 +85,6 @@ def next_in_search(
 
 def _next_in_search(history: History, secret: bytes, num_judged: int | None, propose: Propose) -> Action:
     anchor = history.anchor
-    if error := _anchor_trouble(anchor):
-        return Finish("stopped", error)
     is_ready = len(anchor.runs) >= anchor.num_needed
     for candidate in history.in_progress:
         action = _next_for(candidate, history, secret, is_ready)
@@ -219,37 +221,52 @@ def started_row(history: History, secret: bytes, role: str, config: Settings) ->
 # --- what stands in the way ---
 
 
-def _anchor_trouble(anchor: Anchor) -> HotlapError | None:
+def trouble(rows: Sequence[Row], anchor: Anchor) -> HotlapError | None:
+    """Why a command goes no further, from the runs that ended since it began. So the next one, with whatever was mended
+    since, is free to try."""
+    killed = [row for row in rows if row["status"] == "killed" and row["exit_code"] is not None]
+    if sum(row["proposal"] is None for row in killed) >= _MAX_FAILED_ANCHOR_RUNS:
+        return ChildCrashed(
+            f"{len(killed)} runs were killed from outside, the last one a {killed[-1]['role']}. The system may have "
+            f"run out of memory; make the model in [start] smaller, or end whatever kills them."
+        )
+    own = [row for row in rows if row["proposal"] is None and row["config_hash"] == anchor.config_hash]
+    return _disturbance(rows) or _anchor_trouble([row for row in own if row["role"] != "verify"])
+
+
+def _disturbance(rows: Sequence[Row]) -> HotlapError | None:
+    lost = [row for row in rows if row["status"] == "invalid_machine"]
+    num_ok = sum(row["status"] == OK for row in rows)
+    after_last_ok = next((place for place, row in enumerate(reversed(rows)) if row["status"] == OK), len(rows))
+    in_a_row = sum(row["status"] == "invalid_machine" for row in rows[len(rows) - after_last_ok :])
+    is_mostly = len(lost) >= _MANY_DISTURBED and len(lost) > _MOST_DISTURBED_FOR_ONE * num_ok
+    if in_a_row < _MAX_DISTURBED_IN_A_ROW and not is_mostly:
+        return None
+    return MachineDisturbed(
+        f"{len(lost)} of {len(rows)} runs were disturbed and left out: "
+        f"{disturbed.in_words([row['validity'] for row in lost])}. If something else works on this machine, end it "
+        f"or wait, and run the same command. If the machine wavers by itself, as rented ones do, set "
+        f'study.on_disturbed = "use": such runs then count, with the noise they have, and board and verdicts say how '
+        f"many they are."
+    )
+
+
+def _anchor_trouble(own: Sequence[Row]) -> HotlapError | None:
     """Why the anchor cannot be run, if so it is."""
-    own = anchor.attempts
     failed = [row for row in own if row["status"] in FAILED]
     if failed and failed[-1]["error_class"] == "OrderRefused":
         last_line = failed[-1]["error_tail"].strip().rpartition("\n")[2]
         return ConfigError(f"The trial refuses its order ({last_line}). Mend that, and give the study another name.")
-    if len(failed) >= _MAX_FAILED_ANCHOR_RUNS:
-        row = failed[-1]
-        how = (
-            f"{len(failed)} runs of the {row['role']} failed, the last one ended {row['status']} ({row['error_class']})"
-        )
-        if row["status"] == "timeout":
-            return ChildCrashed(
-                f"{how}: it was not over at 1.6 x study.budget_s + 5 s. If this machine is busy with something else, "
-                f"wait until it is not; what needs longer to begin gets study.setup_s."
-            )
-        return ChildCrashed(f"{how}: {last_words(row['error_tail'])}. Change [start], or mend the trial.")
-    if sum(row["status"] == "killed" and row["exit_code"] is not None for row in own) >= _MAX_FAILED_ANCHOR_RUNS:
+    if len(failed) < _MAX_FAILED_ANCHOR_RUNS:
+        return None
+    row = failed[-1]
+    how = f"{len(failed)} runs of the {row['role']} failed, the last one ended {row['status']} ({row['error_class']})"
+    if row["status"] == "timeout":
         return ChildCrashed(
-            f"{_MAX_FAILED_ANCHOR_RUNS} runs of the {own[-1]['role']} were killed from outside. The system may have "
-            f"run out of memory; make the model in [start] smaller, or end whatever kills them."
+            f"{how}: it was not over at 1.6 x study.budget_s + 5 s. If this machine is busy with something else, "
+            f"wait until it is not; what needs longer to begin gets study.setup_s."
         )
-    num_disturbed = sum(row["status"] == "invalid_machine" for row in own)
-    if len(anchor.runs) < anchor.num_needed and num_disturbed > 2 * anchor.num_needed + 2:
-        flags = ", ".join(own[-1]["flags"]) or "see the journal"
-        return Undecided(
-            f"{num_disturbed} runs of the {own[-1]['role']} were disturbed by other work on this machine ({flags}). "
-            f'Run the same command when it is quiet, or set study.on_disturbed = "use" and live with the noise.'
-        )
-    return None
+    return ChildCrashed(f"{how}: {last_words(row['error_tail'])}. Change [start], or mend the trial.")
 
 
 def last_words(tail: str) -> str:
@@ -295,14 +312,16 @@ def _decision(
     if is_placebo and parent != anchor.config_hash:  # beside another proposal that was kept: no longer A against A
         outcome, judged, reason = "not_judged", None, "a placebo whose anchor has moved on"
     noise = history.noise()
+    own, theirs = [row for row in candidate.rows if row["status"] == OK], anchor.runs[-acceptance.SENTINELS_KEPT :]
+    reason += disturbed.told([*own, *theirs]) if judged else ""
     return {
         **decision_head(history, outcome, reason, noise),
         "proposal": candidate.number,
         "candidate_hash": candidate.first["config_hash"],
         "ran_hash": parent if is_placebo else candidate.first["config_hash"],
         "incumbent_hash": anchor.config_hash,
-        "run_ids_candidate": [row["run_id"] for row in candidate.rows if row["status"] == OK],
-        "run_ids_incumbent": [row["run_id"] for row in anchor.runs[-acceptance.SENTINELS_KEPT :]],
+        "run_ids_candidate": [row["run_id"] for row in own],
+        "run_ids_incumbent": [row["run_id"] for row in theirs],
         "delta": judged.delta if judged else None,
         "se": judged.se if judged else None,
         "t": judged.delta / judged.se if judged and judged.se > 0 else None,

@@ -15,7 +15,7 @@ from typing import Any
 import hotlap
 from hotlap import child, clock, durable
 from hotlap.errors import INTERRUPTED, ConfigError, HotlapError, RunChanged, UsageError
-from hotlap.research import acceptance, board, plan, proposer, space
+from hotlap.research import acceptance, board, disturbed, plan, proposer, space
 from hotlap.research.asking import Asker
 from hotlap.research.executor import (
     NUMBERS,
@@ -27,7 +27,6 @@ from hotlap.research.executor import (
     ask_axes,
     code_hash_of,
     commit_of,
-    disturbances,
 )
 from hotlap.research.history import OK, SCHEMA, History, Journal, Row, StudyFolder, only_writer
 from hotlap.research.plan import Action, Decide, Finish, Start, Wait
@@ -36,9 +35,10 @@ from hotlap.research.space import StudyFile
 
 FREE_SETTINGS = (
     *("trials_per_day", "setup_s", "proposer", "llm_command", "llm_timeout_s", "sentinel_every", "max_params"),
-    *("max_mem_mb", "usd_per_hour"),
+    *("max_mem_mb", "usd_per_hour", "on_disturbed"),
 )
-"""What may change in a study's file after its first run: nothing that the results depend on."""
+"""What may change in a study's file after its first run: nothing that a result depends on. How many disturbed runs are
+among those that are used, the board says."""
 
 _MACHINE = ("cpu", "cores", "threads", "gpu", "power_w", "torch")
 
@@ -70,6 +70,8 @@ class Study:
     ) -> None:
         self._folder, self._journal, self._secret = folder, journal, secret
         self._executor, self._make_propose, self._listener = executor, make_propose, listener
+        self._num_before = journal.history.num_ended
+        """Runs of the commands before this one."""
 
     @property
     def history(self) -> History:
@@ -114,7 +116,7 @@ class Study:
             is_full = len(self.history.open) >= self.history.study.workers
             # Not asked where nothing could be started: a proposal may cost something.
             must_wait = self.history.open and (stop is not None or is_full)
-            action = Wait() if must_wait else next_action(self.history, self._secret)
+            action = Wait() if must_wait else self._next(next_action)
             if stop and (isinstance(action, Start) or (stop != "time" and isinstance(action, Finish))):
                 return stop
             if isinstance(action, Decide):
@@ -132,6 +134,10 @@ class Study:
                 if action.error:
                     raise action.error
                 return action.reason
+
+    def _next(self, next_action: Plan) -> Action:
+        error = plan.trouble(self.history.ended[self._num_before :], self.history.anchor)
+        return Finish("stopped", error) if error else next_action(self.history, self._secret)
 
     def close(self) -> str:
         """End the study for good: with its secret in the journal, anybody can check its seeds, and foresee them."""
@@ -178,7 +184,7 @@ def run_row(history: History, started: Row, fields: Row, now: str) -> Row:
     """The journal's row of a run that ended, from its start and from how it ended."""
     study = history.study
     assert history.campaign is not None
-    flags = disturbances(fields["validity"])
+    flags = disturbed.disturbances(fields["validity"])
     row: Row = {
         **started,
         **fields,
@@ -202,7 +208,12 @@ def run_row(history: History, started: Row, fields: Row, now: str) -> Row:
     if history.cell is not None and (changed := _differences(history.cell, row["cell"])):
         return {**row, "status": "refused", "error_class": "CellChanged", "error_tail": f"Changed since: {changed}."}
     if flags and study.on_disturbed == "quarantine":
-        return {**row, "status": "invalid_machine", "error_class": "Disturbed", "error_tail": ", ".join(flags)}
+        return {
+            **row,
+            "status": "invalid_machine",
+            "error_class": "Disturbed",
+            "error_tail": disturbed.in_words([fields["validity"]]),
+        }
     return row
 
 
