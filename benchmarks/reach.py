@@ -1,14 +1,21 @@
 """What the search is held to on the real objective, in pieces that go on where they stopped.
 
-    python -m benchmarks.reach noise TEXT         spread of eight runs: wall and charged clock, quiet and disturbed
-    python -m benchmarks.reach iterations TEXT    from a weak baseline at 2.60: the gain of two iterations of 20 s
-    python -m benchmarks.reach pairs TEXT         40 real A/A pairs under the rule, five A/A verifications
-    python -m benchmarks.reach long TEXT          300 s: the configurations of LONG, one after another
-    python -m benchmarks.reach proposers TEXT     gp1 against random1: 40 runs each, three times
+    python -m benchmarks.reach QUESTION TEXT [--minutes M]
+
+    question     runs        minutes    calls    what, and which of "To reach" in its issue
+    noise        32          15         1        eight runs each: wall and charged clock, quiet and disturbed (6, 1)
+    iterations   30 to 50    13 to 20   1 or 2   from a weak baseline at 2.60, two iterations of 20 s, five times (3)
+    pairs        86          36         2        40 real A/A pairs under the rule, five A/A verifications (5)
+    long         10 or 12    62         4        300 s: the configurations of LONG, one after another (2)
+    proposers    276         115        6 or 7   gp1 against random1: 40 runs each, three times (4)
+
+Minutes are estimates: a run of 20 s takes about 25 s on two quiet cores, with imports, floors and both splits, and a
+third more where steps waver by a third. Calls are of `--minutes 20`, in which three runs of 300 s fit: one may take 8.
 
 After every run benchmarks/results has it as a line of `reach-QUESTION-BUDGETs.jsonl`, with the load before it, and the
 answer so far in the `.json` beside it; both hold no paths and can be committed at any time. What has a line is not run
-again, so a killed command goes on. Studies under way lie in benchmarks/studies, which git ignores.
+again, so a killed command goes on; a run that failed gets none. A study that finds its machine too noisy ends there,
+and is an answer too. Studies under way lie in benchmarks/studies, which git ignores.
 
 `--minutes M` starts nothing that could outlast them, and exits 75 while runs are left. `--budget-s` makes runs of
 another length, whose results lie in other files.
@@ -30,10 +37,10 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import durable
-from hotlap.errors import HotlapError
+from hotlap.errors import ChildCrashed, HotlapError, Undecided
 from hotlap.research import acceptance, plan, study
 from hotlap.research.acceptance import TWO_RUN
-from hotlap.research.history import History
+from hotlap.research.history import History, loss_of
 from hotlap.research.space import load_study
 
 FOLDER = Path(__file__).parent / "results"
@@ -131,6 +138,8 @@ class Bench:
                 other.kill()
                 other.wait()
         kept = ("status", "val_search_nats_per_byte", "val_lock_nats_per_byte", "steps", "charged_s", "wall_s")
+        if result["status"] != "ok":
+            raise ChildCrashed(f"{name} ended {result['status']}: {result['error_tail']}")
         machine = {key: result["machine"][key] for key in ("cpu", "cores", "threads", "torch", "python")}
         print(f"{name}: {result['val_search_nats_per_byte']}", file=sys.stderr)
         row = {"load": round(load, 1), **{key: result[key] for key in (*kept, "validity")}, "machine": machine}
@@ -152,11 +161,6 @@ def trial(order: dict[str, Any], clock: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def loss(row: dict[str, Any]) -> float:
-    assert row["status"] == "ok", row
-    return float(row["val_search_nats_per_byte"])
-
-
 Answers = Iterator[dict[str, Any]]
 """What can be said after every step."""
 
@@ -168,7 +172,7 @@ def iterations(bench: Bench) -> Answers:
     """Two changes from a baseline whose learning rate was lowered until it stands at 2.60; five studies."""
     low, high, lr = 1e-4, 6e-3, 3e-4
     for number in range(8):
-        value = loss(bench.run(f"calibration {number}: {lr:.3g}", number, {**WEAK, "lr": lr}))
+        value = loss_of(bench.run(f"calibration {number}: {lr:.3g}", number, {**WEAK, "lr": lr}))
         yield {"lr": lr, "stands at": value}
         if abs(value - TARGET) <= TOLERANCE:
             break
@@ -181,28 +185,27 @@ def iterations(bench: Bench) -> Answers:
             # No placebo among so few: how often one is kept is another question.
             settings = {"axes": FOUNDING, "placebo_every": 1000}
             start = {**WEAK, "lr": lr}
-            bench.keep(
-                name, story(searched(bench, f"two-{number}", start, lambda made: made.num_judged >= 2, **settings))
-            )
-        told = ("baseline", "gain", "noise", "runs", "changes", "outcomes")
+            made = searched(bench, f"two-{number}", start, lambda history: history.num_judged >= 2, **settings)
+            bench.keep(name, made)
+        told = ("baseline", "gain", "noise", "runs", "changes", "outcomes", "undecided")
         found.append({key: bench.rows[name][key] for key in told})
         yield {"lr": lr, "studies": found, "reached": sum(one["gain"] >= GAIN for one in found), "of": len(found)}
 
 
-def story(history: History) -> dict[str, Any]:
+def story(history: History, undecided: str | None) -> dict[str, Any]:
     """A study without names of files and machines."""
     base, last = history.baseline_loss(), statistics.fmean(history.anchor.losses)
     changes = [made.first["changes"] for made in history.candidates.values()]
     outcomes = [row["outcome"] for row in history.decisions]
     told = {"baseline": base, "gain": base - last, "noise": history.noise().s, "runs": history.num_ended}
     ends = {"start": history.anchors[0].config, "end": history.anchor.config}
-    return {**told, "changes": changes, "outcomes": outcomes, **ends}
+    return {**told, "changes": changes, "outcomes": outcomes, "undecided": undecided, **ends}
 
 
 def searched(
     bench: Bench, name: str, start: dict[str, Any], is_over: Callable[[History], bool], **settings: Any
-) -> History:
-    """A study of its own, begun or taken up again, until it is over."""
+) -> dict[str, Any]:
+    """The story of a study of its own, begun or taken up again, until it is over or its machine too noisy for it."""
     values = {"name": f"{bench.name}-{name}", "data": str(bench.text), "budget_s": bench.budget_s, "threads": THREADS}
     values |= {"baseline_runs": 3, "on_disturbed": "use", **settings}
     values |= {"setup_s": 30.0} if bench.budget_s < 20 else {}  # a try of these commands on a busy machine
@@ -226,8 +229,11 @@ def searched(
     folder = study.find_folder(path, STUDIES)
     listener = study.Listener(tell, lambda _run, _fraction, _loss: None, print)
     with study.opened(file, folder, listener) as opened:
-        opened.run(next_action)
-        return opened.history
+        try:
+            opened.run(next_action)
+        except Undecided as error:
+            return story(opened.history, str(error))
+        return story(opened.history, None)
 
 
 # --- A/A pairs ---
@@ -243,7 +249,7 @@ def pairs(bench: Bench) -> Answers:
 
 
 def judged_pairs(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    losses = [loss(row) for row in runs]
+    losses = [loss_of(row) for row in runs]
     noise = acceptance.pooled_noise([losses], acceptance.PRIOR_RATIO["cpu"] * statistics.fmean(losses))
     outcomes: Counter[str] = Counter()
     for at in range(NUM_FIRST, len(losses), 2):
@@ -291,7 +297,7 @@ def noise(bench: Bench) -> Answers:
 
 
 def told(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    values = [loss(row) for row in rows]
+    values = [loss_of(row) for row in rows]
     means = {key: statistics.fmean(row[key] for row in rows) for key in ("steps", "wall_s", "load")}
     s = statistics.stdev(values) if len(values) > 1 else None
     return {"runs": len(values), "mean": statistics.fmean(values), "worst": max(values), "s": s, **means}
@@ -309,12 +315,11 @@ def proposers(bench: Bench) -> Answers:
             if name not in bench.rows:
                 start = {**WEAK, "lr": 1e-3}
                 is_over = lambda history: history.num_ended >= NUM_RUNS  # noqa: E731
-                made = searched(bench, f"{proposer}-{repeat}", start, is_over, proposer=proposer)
-                bench.keep(name, story(made))
+                bench.keep(name, searched(bench, f"{proposer}-{repeat}", start, is_over, proposer=proposer))
             seeds = range(500 + 10 * repeat, 500 + 10 * repeat + NUM_FRESH)
             ends = [
                 statistics.fmean(
-                    loss(bench.run(f"{proposer} {repeat} {word} {seed}", seed, bench.rows[name][word]))
+                    loss_of(bench.run(f"{proposer} {repeat} {word} {seed}", seed, bench.rows[name][word]))
                     for seed in seeds
                 )
                 for word in ("start", "end")
@@ -341,7 +346,7 @@ def long(bench: Bench) -> Answers:
     found: dict[str, list[float]] = {}
 
     def run(name: str, seed: int) -> dict[str, Any]:
-        found.setdefault(name, []).append(loss(bench.run(f"{name}, seed {seed}", seed, LONG[name])))
+        found.setdefault(name, []).append(loss_of(bench.run(f"{name}, seed {seed}", seed, LONG[name])))
         best = min(found, key=lambda each: statistics.fmean(found[each]))
         fresh = found[best] if best == KNOWN else found[best][1:]  # the first run is what it was chosen for
         return {"each": found, "lowest": best, "mean": statistics.fmean(fresh) if fresh else None, "runs": len(fresh)}

@@ -220,11 +220,11 @@ def test_placeholders_in_the_data_are_told_and_trained_as_they_stand(model: Path
     ("template", "blanks"),
     [
         ("{{ name }}", "{{ name }}"),
-        ("{{ m.nane }}{{ m['role'] }}", "{{ m.nane }}"),
-        ("{{ name | upper }}{{ m.content }}{{ m['task'] }}", "{{ name }}, {{ m.task }}"),
+        ("{{ m.nane }}{{ m['role'] }}", "{{ .nane }}"),
+        ("{{ name | upper }}{{ m.content }}{{ m['task'] }}", "{{ name }}, {{ .task }}"),
         ("{{ m.content.strip() }}{{ eos_token }}{% set x = 'a' %}{{ x }}{{ m.get('name') }}", None),
         ("{{ name | default('Lap') }}{% if date is defined %}{{ date }}{% endif %}{{ tools | tojson }}", None),
-        ("{{ 'b' if bot else '' }}{{ bot if bot else '' }}{{ loop.index }}{{ range(3) | list }}", None),
+        ("{{ 'b' if bot else '' }}{{ 'b' if bot }}{{ bot if bot else '' }}{{ loop.index }}{{ range(3) | list }}", None),
     ],
 )
 def test_what_a_template_of_ones_own_leaves_blank_is_named(

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -354,6 +355,21 @@ def test_a_benchmark_is_drawn(talker: tuple[str, type[Talker]], tmp_path: Path) 
     assert waits.rows()[0] == ["p50", *(server["ttft_s"]["p50"] for server in servers)]
     servers.pop()
     assert serving.charts(report)[0].header() == ["round", "repetitive"]
+
+
+def test_two_servers_are_printed_with_the_ratio_and_its_spread(talker: tuple[str, type[Talker]]) -> None:
+    url = talker[0]
+    words = ["bench", url, "--compare", f"{url}/v1", "--rounds", "2", "--prompts", "repetitive", "--concurrency", "8"]
+    done = CliRunner().invoke(cli, [*words, "--model", "mine"])
+    header, *rows, ratio = done.stdout.splitlines()
+    assert done.exit_code == 0 and len(rows) == 2 and all(row.split()[-1] == "0.750" for row in rows)
+    assert all(column in header for column in ("tokens/s", "ttft p50 s", "ttft p99 s", "tpot p95 s", "accepted"))
+    number = r"\d+\.\d\d"
+    assert re.fullmatch(
+        f"repetitive: the second server gives {number} times the output tokens/s of the first "
+        f"\\({number} to {number}, by round\\)",
+        ratio,
+    )
 
 
 def test_figures_by_hand() -> None:

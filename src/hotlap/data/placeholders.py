@@ -1,16 +1,14 @@
 """Placeholders that nobody fills in: in what examples say, and in a chat template of one's own."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hotlap.data.examples import Example
 
 # Three characters at least: `{{x}}` is what formulas are full of.
 _PLACEHOLDER = re.compile(r"\{\{\s?([A-Za-z_][\w.-]{2,31})\s?\}\}")
-
-_OF_A_CONVERSATION = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
-_OF_A_MESSAGE = {"role", "content", "tool_calls", "name", "reasoning_content"}
 
 
 def placeholder_in(example: Example) -> str | None:
@@ -21,56 +19,52 @@ def placeholder_in(example: Example) -> str | None:
     return None
 
 
-def unfilled(template: str, tokenizer_s: Iterable[str]) -> list[str]:
-    """What a chat template writes that no conversation has, so that it writes nothing in its place.
+def unfilled(template: str, tokenizer_s: Mapping[str, str]) -> list[str]:
+    """What a chat template writes that no conversation has, so that it writes nothing in its place: names, and keys of
+    a message with a dot before them. Found by having it write conversations of every role.
 
     `tokenizer_s` are the names that the tokenizer fills in. What the template asks about first (`is defined`, an `if`)
-    is meant to be missing at times, and is not told.
+    is not written, so it is not told.
     """
     import jinja2
-    from jinja2 import meta, nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    blanks: dict[str, None] = {}
+
+    class Noted(jinja2.Undefined):
+        """Nothing, which notes that it was written."""
+
+        def __str__(self) -> str:
+            name, of = self._undefined_name, self._undefined_obj
+            if name is not None:  # an `if` without `else` has none
+                blanks[name if of is jinja2.utils.missing else f".{name}"] = None
+            return ""
+
+    environment = ImmutableSandboxedEnvironment(undefined=Noted, extensions=["jinja2.ext.loopcontrols"])
     try:
-        tree = environment.parse(template)
+        compiled = environment.from_string(template)
     except jinja2.TemplateSyntaxError:  # a tag that transformers adds, or none at all, which is told elsewhere
         return []
-    asked = {place for node in tree.find_all((nodes.If, nodes.CondExpr)) for place in _places(node.test)}
-    asked |= {place for node in tree.find_all(nodes.Filter) if node.name in ("default", "d") for place in _places(node)}
-    given = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}  # by `set`, in whatever branch
-    free = meta.find_undeclared_variables(tree) - given - _OF_A_CONVERSATION - {*tokenizer_s, *environment.globals}
-    of_messages = {
-        loop.target.name
-        for loop in tree.find_all(nodes.For)
-        if isinstance(loop.target, nodes.Name) and any(name.name == "messages" for name in _names(loop.iter))
-    }
-    written = dict.fromkeys(place for output in tree.find_all(nodes.Output) for place in _places(output))
-    return [
-        place
-        for place in written
-        if place not in asked and (_is_unknown_key(place, of_messages) if "." in place else place in free)
-    ]
+    functions = {"raise_exception": _raise, "strftime_now": lambda _format: ""}
+    for roles in _CONVERSATIONS:
+        given = {"messages": list(map(_message, roles)), "tools": None, "documents": None, **functions, **tokenizer_s}
+        for is_prompt in (False, True):
+            with suppress(Exception):  # a template may refuse a conversation, and what it does not take it cannot write
+                compiled.render(**given, add_generation_prompt=is_prompt)
+    return list(blanks)
 
 
-def _is_unknown_key(place: str, of_messages: set[str]) -> bool:
-    name, _, key = place.partition(".")
-    return name in of_messages and key not in _OF_A_MESSAGE and not hasattr(dict, key)
+_CONVERSATIONS: Sequence[Sequence[str]] = (
+    ("user", "assistant"),
+    ("system", "user", "assistant", "user", "assistant"),
+    ("user", "assistant", "tool", "assistant"),
+)
 
 
-def _names(node: Any) -> Iterator[Any]:
-    from jinja2 import nodes
+def _message(role: str) -> dict[str, Any]:
+    """One with every key that a conversation of ours has."""
+    return {"role": role, "content": "a", "name": "", "tool_calls": [], "reasoning_content": ""}
 
-    yield from [node] if isinstance(node, nodes.Name) else node.find_all(nodes.Name)
 
-
-def _places(node: Any) -> Iterator[str]:
-    """`name`, and `name.key` for each key that is taken of a name."""
-    from jinja2 import nodes
-
-    for name in _names(node):
-        yield name.name
-    keyed = (nodes.Getattr, nodes.Getitem)
-    for found in [node] if isinstance(node, keyed) else node.find_all(keyed):
-        key = found.attr if isinstance(found, nodes.Getattr) else getattr(found.arg, "value", None)
-        if isinstance(found.node, nodes.Name) and isinstance(key, str):
-            yield f"{found.node.name}.{key}"
+def _raise(words: str) -> None:
+    raise ValueError(words)
