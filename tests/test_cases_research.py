@@ -11,8 +11,9 @@ import pytest
 from research_stage import Stage, living_trials, make_study, start_study
 
 from hotlap.errors import ChildCrashed, ConfigError, MachineDisturbed, RunLocked
-from hotlap.research import acceptance, board, replay
+from hotlap.research import acceptance, board, plan, replay
 from hotlap.research.acceptance import NAIVE, TWO_RUN
+from hotlap.research.history import Anchor
 from hotlap.research.space import load_study
 
 pytestmark = pytest.mark.long
@@ -209,6 +210,28 @@ def test_a_machine_that_wavers_is_told_soon_and_the_advice_can_be_followed(tmp_p
     (decision,) = stage.history.decisions
     assert decision["reason"].endswith("; 8 of its 8 runs were disturbed"), decision
     assert replay.disagreements(stage.rows, stage.secret) == []
+
+
+@pytest.mark.parametrize(
+    ("runs", "gives_up"),
+    [
+        ("xxxx", False),
+        ("xxxxx", True),
+        ("xxxxoxx", False),
+        ("xxnxxnx", True),
+        ("xo" * 20, False),
+        ("xxxo" * 3 + "x", True),
+    ],
+)
+def test_when_a_disturbed_machine_is_given_up(runs: str, gives_up: bool) -> None:
+    """x: disturbed, o: ok, n: failed by itself."""
+    status = {"x": "invalid_machine", "o": "ok", "n": "nan"}
+    rows = [
+        {"status": status[each], "proposal": 1, "config_hash": "c", "role": "screen", "validity": {"flags": ["probe"]}}
+        for each in runs
+    ]
+    found = plan.trouble(rows, Anchor({}, "a", 1))
+    assert isinstance(found, MachineDisturbed) if gives_up else found is None
 
 
 def test_a_machine_that_has_become_quiet_goes_on(tmp_path: Path) -> None:

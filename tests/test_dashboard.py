@@ -115,6 +115,23 @@ def test_verdicts_are_read_as_they_come(tmp_path: Path) -> None:
     assert [(row["what"], row["verdict"]) for row in told["newest"]] == [("7", "kept"), ("001", "pass")]
 
 
+def test_the_newest_verdicts_are_the_newest_of_all_studies(tmp_path: Path) -> None:
+    """Four studies with twenty decisions filled the list, each younger study and every contest was left out."""
+    for name, hour in (("a", 1), ("b", 2), ("c", 3), ("d", 5)):
+        journal = tmp_path / "studies" / name / "experiments.jsonl"
+        durable.make_dirs(journal.parent)
+        decision = {"kind": "decision", "outcome": "kept", "reason": ""}
+        times = [f"2026-12-01T{hour:02}:{minute:02}:00Z" for minute in range(20)]
+        durable.append_rows(journal, [{**decision, "decision_id": at, "at": at} for at in times])
+    log = tmp_path / "records" / "micro" / "log.jsonl"
+    durable.make_dirs(log.parent)
+    verified = {"kind": "verified", "verdict": "pass", "description": "", "date": "2026-12-01T04:00:00Z"}
+    durable.append_rows(log, [{**verified, "submission": "001"}])
+    newest = Verdicts(tmp_path / "studies", tmp_path / "records").section()["newest"]
+    assert [row["where"] for row in newest] == ["d"] * 20 + ["micro"] + ["c"] * 20 + ["b"] * 19
+    assert newest[0]["what"] == "2026-12-01T05:19:00Z"
+
+
 # --- who may come in ---
 
 

@@ -168,6 +168,10 @@ def test_a_name_that_is_nothing_is_told_with_what_there_is(tmp_path: Path, monke
     make_run(tmp_path / "runs" / "mine")
     with pytest.raises(UsageError, match=r"no run 'other' in runs/ and no study in studies/ \(there: mine\)"):
         CliRunner().invoke(cli, ["report", "other"], catch_exceptions=False, standalone_mode=False)
+    (tmp_path / "studies" / "cut").mkdir(parents=True)
+    (tmp_path / "studies" / "cut" / "experiments.jsonl").write_text('{"kind": "camp')  # its first row was cut off
+    with pytest.raises(UsageError, match="no study in studies/cut"):
+        CliRunner().invoke(cli, ["report", "cut"], catch_exceptions=False, standalone_mode=False)
     result = CliRunner().invoke(cli, ["report"], catch_exceptions=False)
     assert result.output == "reports/overview.html\n"
     assert ">mine</th>" in Path("reports/overview.html").read_text()

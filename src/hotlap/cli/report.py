@@ -70,10 +70,11 @@ def _named(name: str, output_dir: Path, studies_dir: Path, made_at: str) -> "Pag
             return run_report.page_of(run, made_at, ledger.leases_of(run.name) if ledger else [])
     for path in (studies_dir / name, Path(name)):
         if (path / "experiments.jsonl").is_file():
+            from hotlap.cli.research import history_of
             from hotlap.report import study as study_report
             from hotlap.research.history import StudyFolder
 
-            return study_report.page_of(path.name, StudyFolder(path).read(), made_at)
+            return study_report.page_of(path.name, history_of(StudyFolder(path)), made_at)
     known = [run.name for run in list_runs(output_dir)] + [path.name for path in _studies(studies_dir)]
     raise UsageError(
         f"There is no run {name!r} in {output_dir}/ and no study in {studies_dir}/ (there: "

@@ -211,7 +211,7 @@ def best(study: Path, output_dir: Path, anchor: bool) -> None:
     from hotlap.research import board
 
     folder = _folder_of(study, output_dir)
-    click.echo(board.render(_history_of(folder))["anchor.json" if anchor else "best.json"].decode(), nl=False)
+    click.echo(board.render(history_of(folder))["anchor.json" if anchor else "best.json"].decode(), nl=False)
 
 
 @research.command(
@@ -227,7 +227,7 @@ def leaderboard(study: Path, output_dir: Path, as_json: bool) -> None:
     """Print what was found: proven configurations, provisional ones, what counting alone reaches, recent decisions."""
     from hotlap.research import board
 
-    files = board.render(_history_of(_folder_of(study, output_dir)))
+    files = board.render(history_of(_folder_of(study, output_dir)))
     click.echo(files["leaderboard.json" if as_json else "LEADERBOARD.md"].decode(), nl=False)
 
 
@@ -294,7 +294,7 @@ def replay(study: Path, output_dir: Path, rule: str | None, as_json: bool) -> No
     from hotlap.research import replay as replays
 
     folder = _folder_of(study, output_dir)
-    history = _history_of(folder)
+    history = history_of(folder)
     if rule is not None:
         judgments = replays.under(acceptance.RULES[rule], history)
         summary = replays.summary(judgments, history)
@@ -342,7 +342,7 @@ def _folder_of(study: Path, output_dir: Path) -> "StudyFolder":
     return studies.find_folder(study, output_dir)
 
 
-def _history_of(folder: "StudyFolder") -> "History":
+def history_of(folder: "StudyFolder") -> "History":
     from hotlap.errors import UsageError
 
     history = folder.read()

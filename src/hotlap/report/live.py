@@ -253,26 +253,27 @@ class Verdicts:
             )
             newest.extend(follower.new_rows()[0])
         told = [
-            {
-                "where": name,
-                "what": str(row.get("decision_id")),
-                "verdict": row.get("outcome"),
-                "why": row.get("reason"),
-            }
+            _verdict(row, row.get("at"), name, str(row.get("decision_id")), "outcome", "reason")
             for name, study in sorted(self._studies.items())
             for row in reversed(study.newest)
         ]
         told += [
-            {"where": name, "what": row.get("submission"), "verdict": row.get("verdict"), "why": row.get("description")}
+            _verdict(row, row.get("date"), name, row.get("submission"), "verdict", "description")
             for name, (_, newest) in sorted(self._contests.items())
             for row in reversed(newest)
             if row.get("kind") == "verified"
         ]
+        told.sort(key=lambda each: each[0], reverse=True)
         studies = [
             {"study": name, "num_runs": each.num_runs, "lowest": each.lowest}
             for name, each in sorted(self._studies.items())
         ]
-        return {"studies": studies, "newest": told[: 3 * _MOST_VERDICTS]}
+        return {"studies": studies, "newest": [row for _, row in told[: 3 * _MOST_VERDICTS]]}
+
+
+def _verdict(row: Json, when: Any, where: str, what: Any, verdict: str, why: str) -> tuple[str, Json]:
+    """With the time at which it was made, in UTC."""
+    return str(when or ""), {"where": where, "what": what, "verdict": row.get(verdict), "why": row.get(why)}
 
 
 # --- all of it ---
