@@ -66,7 +66,7 @@ class OptimConfig(Config):
     Tensors of less than 4,096 values keep float32 moments."""
 
     lr: float = Field(default=2e-4, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate. `hotlap init` proposes one by the base model's width."""
 
     lora_plus_ratio: float | None = Field(default=None, ge=1)
     """LoRA+: the learning rate of every B, as a multiple of the others'. Absent: the same."""
