@@ -284,7 +284,7 @@ def test_a_new_recipe_can_be_taken_apart(contest: Path) -> None:
     entry = submission.load(template.new(contest, "001-ada", "ada", micro(contest), "recipe"), micro(contest))
     assert entry.recipe is not None
     factors = ablate.factors_of(entry.recipe, ablate.without_techniques(entry.recipe))
-    assert [factor.name for factor in factors] == ["techniques.chunked_loss"]
+    assert [factor.name for factor in factors] == ["techniques.chunked_loss", "techniques.fused_projections"]
 
 
 def test_a_submission_is_either_a_program_or_a_recipe(contest: Path) -> None:

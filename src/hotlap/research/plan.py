@@ -282,7 +282,7 @@ def _noise_trouble(history: History, noise: Noise) -> HotlapError | None:
     return Undecided(
         f"Runs of one configuration differ by {noise.s:.4f} nats per byte (standard deviation), "
         f"{noise.s / loss:.1%} of the loss: this machine is too noisy to tell a change from luck. "
-        f"Raise study.budget_s, or use a quieter machine."
+        f"Begin another study, by another name, with a larger study.budget_s or on a quieter machine."
     )
 
 

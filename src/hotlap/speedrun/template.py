@@ -51,6 +51,7 @@ seq_len = 128
 # What makes it fast. `hotlap speedrun ablate` measures what each is worth.
 [techniques]
 chunked_loss = true
+fused_projections = true
 """
 
 _TRAIN = '''"""Train a LoRA adapter: `python train.py --data-dir D --output-dir O --seed S`, in the contest's folder."""
