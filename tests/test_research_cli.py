@@ -120,7 +120,7 @@ def test_a_wavering_machine_s_figures_are_told_with_every_run(hotlap: Hotlap, tm
     (tmp_path / "wish").write_text("disturbed")
     lines = hotlap("study.toml", "--trials", "1", check=8).stderr.splitlines()
     assert lines[0].endswith("nats/byte (Disturbed: steps took 1.35 times what quiet ones take)")
-    assert lines[-1].startswith("hotlap: exit 8 disturbed: 5 of 5 runs were disturbed and left out: steps took 1.35")
+    assert lines[-1].startswith("hotlap: exit 8 disturbed: 5 of the last 5 runs were disturbed and left out: steps")
     make_study(tmp_path, **settings, on_disturbed="use")
     lines = hotlap("study.toml", "--trials", "1").stderr.splitlines()
     assert lines[0].endswith("(disturbed, and used: steps took 1.35 times what quiet ones take)")

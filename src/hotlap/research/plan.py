@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from statistics import fmean
 
 from hotlap.errors import ChildCrashed, ConfigError, HotlapError, MachineDisturbed, Undecided
@@ -221,29 +222,31 @@ def started_row(history: History, secret: bytes, role: str, config: Settings) ->
 # --- what stands in the way ---
 
 
-def trouble(rows: Sequence[Row], anchor: Anchor) -> HotlapError | None:
-    """Why a command goes no further, from the runs that ended since it began. So the next one, with whatever was mended
-    since, is free to try."""
-    killed = [row for row in rows if row["status"] == "killed" and row["exit_code"] is not None]
+def trouble(ended: Sequence[Row], num_before: int, anchor: Anchor) -> HotlapError | None:
+    """Why a command goes no further, if so it is. `num_before` runs had ended before it began: what they came to alone
+    stops nobody, so that it can be tried again whenever something was mended."""
+    own = ended[num_before:]
+    newest = list(takewhile(lambda row: row["status"] != OK, reversed(ended))) if own else []
+    killed = [row for row in newest if row["status"] == "killed" and row["exit_code"] is not None]
     if sum(row["proposal"] is None for row in killed) >= _MAX_FAILED_ANCHOR_RUNS:
         return ChildCrashed(
-            f"{len(killed)} runs were killed from outside, the last one a {killed[-1]['role']}. The system may have "
-            f"run out of memory; make the model in [start] smaller, or end whatever kills them."
+            f"{len(killed)} runs in a row were killed from outside, the last one a {killed[0]['role']}. The system may "
+            f"have run out of memory; make the model in [start] smaller, or end whatever kills them."
         )
-    own = [row for row in rows if row["proposal"] is None and row["config_hash"] == anchor.config_hash]
-    return _disturbance(rows) or _anchor_trouble([row for row in own if row["role"] != "verify"])
+    return _disturbance(own, newest) or _anchor_trouble(newest, anchor)
 
 
-def _disturbance(rows: Sequence[Row]) -> HotlapError | None:
-    lost = [row for row in rows if row["status"] == "invalid_machine"]
-    num_ok = sum(row["status"] == OK for row in rows)
-    after_last_ok = next((place for place, row in enumerate(reversed(rows)) if row["status"] == OK), len(rows))
-    in_a_row = sum(row["status"] == "invalid_machine" for row in rows[len(rows) - after_last_ok :])
-    is_mostly = len(lost) >= _MANY_DISTURBED and len(lost) > _MOST_DISTURBED_FOR_ONE * num_ok
-    if in_a_row < _MAX_DISTURBED_IN_A_ROW and not is_mostly:
+def _disturbance(own: Sequence[Row], newest: Sequence[Row]) -> HotlapError | None:
+    lost, lost_in_a_row = ([row for row in rows if row["status"] == "invalid_machine"] for rows in (own, newest))
+    num_ok = sum(row["status"] == OK for row in own)
+    if len(lost_in_a_row) >= _MAX_DISTURBED_IN_A_ROW:
+        lost, num_runs = lost_in_a_row, len(newest)
+    elif len(lost) >= _MANY_DISTURBED and len(lost) > _MOST_DISTURBED_FOR_ONE * num_ok:
+        num_runs = len(own)
+    else:
         return None
     return MachineDisturbed(
-        f"{len(lost)} of {len(rows)} runs were disturbed and left out: "
+        f"{len(lost)} of the last {num_runs} runs were disturbed and left out: "
         f"{disturbed.in_words([row['validity'] for row in lost])}. If something else works on this machine, end it "
         f"or wait, and run the same command. If the machine wavers by itself, as rented ones do, set "
         f'study.on_disturbed = "use": such runs then count, with the noise they have, and board and verdicts say how '
@@ -251,15 +254,18 @@ def _disturbance(rows: Sequence[Row]) -> HotlapError | None:
     )
 
 
-def _anchor_trouble(own: Sequence[Row]) -> HotlapError | None:
-    """Why the anchor cannot be run, if so it is."""
+def _anchor_trouble(newest: Sequence[Row], anchor: Anchor) -> HotlapError | None:
+    """Why the anchor cannot be run, if so it is. The newest run comes first."""
+    own = [
+        row for row in newest if row["role"] in ("baseline", "sentinel") and row["config_hash"] == anchor.config_hash
+    ]
     failed = [row for row in own if row["status"] in FAILED]
-    if failed and failed[-1]["error_class"] == "OrderRefused":
-        last_line = failed[-1]["error_tail"].strip().rpartition("\n")[2]
+    if failed and failed[0]["error_class"] == "OrderRefused":
+        last_line = failed[0]["error_tail"].strip().rpartition("\n")[2]
         return ConfigError(f"The trial refuses its order ({last_line}). Mend that, and give the study another name.")
     if len(failed) < _MAX_FAILED_ANCHOR_RUNS:
         return None
-    row = failed[-1]
+    row = failed[0]
     how = f"{len(failed)} runs of the {row['role']} failed, the last one ended {row['status']} ({row['error_class']})"
     if row["status"] == "timeout":
         return ChildCrashed(

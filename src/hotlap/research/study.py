@@ -136,7 +136,7 @@ class Study:
                 return action.reason
 
     def _next(self, next_action: Plan) -> Action:
-        error = plan.trouble(self.history.ended[self._num_before :], self.history.anchor)
+        error = plan.trouble(self.history.ended, self._num_before, self.history.anchor)
         return Finish("stopped", error) if error else next_action(self.history, self._secret)
 
     def close(self) -> str:
