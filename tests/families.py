@@ -90,6 +90,34 @@ def gemma4() -> Any:
     return Gemma4ForConditionalGeneration(config)
 
 
+def gemma2() -> Any:
+    """Bends its attention scores, for which transformers attends without torch's kernels."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    windowed = {"sliding_window": WINDOW, "layer_types": SLIDING, "attn_logit_softcapping": 2.0}
+    return Gemma2ForCausalLM(Gemma2Config(**SHAPE, num_hidden_layers=2, head_dim=16, **windowed))
+
+
+def gpt_oss() -> Any:
+    """Experts, and attention with sinks, likewise without torch's kernels."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    experts = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    windowed = {"sliding_window": WINDOW, "layer_types": SLIDING}
+    return GptOssForCausalLM(GptOssConfig(**SHAPE, num_hidden_layers=2, head_dim=16, **experts, **windowed))
+
+
+def bloom() -> Any:
+    """Takes no mask that is ready."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4))
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "qwen2": qwen2,
@@ -98,10 +126,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma4": gemma4,
     "mistral": mistral,
 }
+PLAINLY_ATTENDING: dict[str, Callable[[], Any]] = {"gemma2": gemma2, "gpt_oss": gpt_oss}
+OTHERS: dict[str, Callable[[], Any]] = {**PLAINLY_ATTENDING, "bloom": bloom}
 
 
 def make_family(folder: Path, family: str) -> Path:
-    return write_byte_tokenizer(save_random(folder, FAMILIES[family]))
+    return write_byte_tokenizer(save_random(folder, (FAMILIES | OTHERS)[family]))
 
 
 def save_random(folder: Path, make: Callable[[], Any]) -> Path:

@@ -100,7 +100,7 @@ def test_examples_in_a_row_do_not_see_each_other(tiny_model: Path) -> None:
     """Two examples packed into a row have the hidden states they have alone; one causal mask over both has others."""
     import torch
 
-    from hotlap.train import model
+    from hotlap.train import masks, model
 
     ours = model.attach_lora(model.load_base(tiny_model), LoraConfig(rank=4), 0, "base")
     tokens_T = torch.randint(0, 256, (20,), generator=torch.Generator().manual_seed(2))
@@ -112,7 +112,7 @@ def test_examples_in_a_row_do_not_see_each_other(tiny_model: Path) -> None:
             alone_TD = ours.hidden(tokens_T[None, start:end], torch.ones(1, end - start, dtype=torch.int32))[0]
             torch.testing.assert_close(packed_TD[start:end], alone_TD, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(packed_TD[9:16], naive_TD[9:16], atol=1e-3)
-    assert model.positions_of(segments_T[None]).tolist() == [[*range(9), *range(7), *range(4)]]
+    assert masks.positions_of(segments_T[None]).tolist() == [[*range(9), *range(7), *range(4)]]
 
 
 def test_first_token_of_an_example_is_never_a_target() -> None:

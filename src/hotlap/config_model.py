@@ -22,6 +22,9 @@ class ModelConfig(Config):
     """With `nf4`: quantize its scales as well, which saves another 0.4 bits a weight."""
 
 
+FLOAT32 = ModelConfig(precision="float32")
+
+
 class LoraConfig(Config):
     rank: int = Field(default=16, ge=1)
     """Width of the low-rank update. Adapter size grows linearly with it."""

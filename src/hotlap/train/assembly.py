@@ -61,7 +61,9 @@ def _choose_attention(adapted: model.AdaptedModel, precision: str, context: Cont
         except ConfigError as error:
             if wanted != "auto":
                 raise
-            why = f"{error} A mask blocks attention between packed examples now."
+            kernel, why = "mask", f"{error} A mask blocks attention between packed examples now."
+    if kernel == "mask":
+        adapted.require_mask()
     if why is not None:
         context.say(why)
 

@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 
-from hotlap.config import ModelConfig
+from hotlap.config_model import FLOAT32, ModelConfig
 from hotlap.errors import ConfigError
 from hotlap.train import direct, probe
 
 _BLOCK = 64
-
-FLOAT32 = ModelConfig(precision="float32")
 
 # V rows of an embedding, D model width
 

@@ -2,8 +2,8 @@
 
 import json
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from hotlap.config_techniques import TechniquesConfig, chunk_positions
 from hotlap.errors import AuditFailed, ConfigError
 from hotlap.train import attention, machine
 from hotlap.train.base import decoder_linears, is_linear, load_base
-from hotlap.train.fused import fuse
+from hotlap.train.fused import Group, fuse
 from hotlap.train.loss import Head
+from hotlap.train.masks import FULL, SLIDING, as_summands, masks_of, positions_of, sliding_window_of
 from hotlap.train.optim import Named
 from hotlap.train.prepacked import Layouts, prepack
 
@@ -27,7 +28,6 @@ __all__ = ["AdaptedModel", "attach_lora", "load_base"]
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 _PLAIN = TechniquesConfig()
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 # B rows, T positions, D model width, N positions that predict, V vocabulary
 
@@ -39,9 +39,15 @@ class AdaptedModel:
     """
 
     def __init__(
-        self, peft_model: PeftModel, neftune_alpha: float | None = None, techniques: TechniquesConfig = _PLAIN
+        self,
+        peft_model: PeftModel,
+        neftune_alpha: float | None = None,
+        techniques: TechniquesConfig = _PLAIN,
+        groups: Sequence[Group] = (),
     ) -> None:
+        """`groups`: what `fuse` made of its modules."""
         self.peft_model = peft_model
+        self._groups = groups
         causal_lm: Any = peft_model.get_base_model()
         self._text_config: Any = causal_lm.config.get_text_config()
         self._decoder: torch.nn.Module = causal_lm.get_decoder()
@@ -88,18 +94,27 @@ class AdaptedModel:
             self._lengths_BT = flat.lengths_1N
             return flat.spread(self._decoded(flat.gathered(tokens_BT), flat.arguments_for(self._kernel)))
         self._lengths_BT = (segments_BT[:, :, None] == segments_BT[:, None, :]).sum(dim=-1)
-        mask = self._flex_mask(segments_BT) if self._kernel == "flex" else masks_of(segments_BT, self._window)
+        mask = self._flex_mask(segments_BT) if self._kernel == "flex" else self._mask(segments_BT)
         return self._decoded(tokens_BT, {"attention_mask": mask, "position_ids": positions_BT})
 
     def _decoded(self, tokens_BT: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         with self.autocast():
             return self._decoder(input_ids=tokens_BT, use_cache=False, **arguments).last_hidden_state
 
+    def _mask(self, segments_BT: torch.Tensor) -> Any:
+        mask = masks_of(segments_BT, self._window)
+        return as_summands(mask, self._dtype) if self._text_config._attn_implementation == "eager" else mask
+
     def _flex_mask(self, segments_BT: torch.Tensor) -> Any:
         if self._window is None:
             return attention.flex_mask(segments_BT)
         near = attention.flex_mask(segments_BT, self._window.size)
-        return near if self._window.is_everywhere else {_FULL: attention.flex_mask(segments_BT), _SLIDING: near}
+        return near if self._window.is_everywhere else {FULL: attention.flex_mask(segments_BT), SLIDING: near}
+
+    def forget(self) -> None:
+        """Let go of what a pass that was broken off has computed."""
+        for group in self._groups:
+            group.forget()
 
     def use_kernel(self, kernel: str) -> None:
         """Attend with a kernel of `attention.IMPLEMENTATIONS` instead of with a mask.
@@ -108,21 +123,40 @@ class AdaptedModel:
             ConfigError: it does not work here, or is not seen to keep examples apart; a mask does it as before.
         """
         causal_lm: Any = self.peft_model.get_base_model()
-        before, was_training = causal_lm.config._attn_implementation, self.peft_model.training
-        self.peft_model.eval()
-        problem = "is not seen to keep examples of a row apart"
-        try:
+        before = causal_lm.config._attn_implementation
+
+        def is_apart() -> bool:
             causal_lm.set_attn_implementation(attention.IMPLEMENTATIONS[kernel])
             self._kernel = kernel
-            if attention.keeps_examples_apart(self.hidden, self.device):
-                return
-        except (ImportError, ValueError, RuntimeError, TypeError) as error:
-            problem = f"does not work here: {str(error).partition(chr(10))[0]}"
-        finally:
-            self.peft_model.train(was_training)
+            return attention.keeps_examples_apart(self.hidden, self.device)
+
+        if (problem := self._problem(is_apart)) is None:
+            return
         causal_lm.set_attn_implementation(before)
         self._kernel = "mask"
         raise ConfigError(f"Attention kernel {kernel!r} {problem}. Set slice.attention_kernel = 'mask'.")
+
+    def require_mask(self) -> None:
+        """
+        Raises:
+            ConfigError: this model does not heed a mask that says who sees whom.
+        """
+        if problem := self._problem(lambda: attention.heeds_mask(self.hidden, self.device)):
+            raise ConfigError(
+                f"{type(self.peft_model.get_base_model()).__name__} cannot be trained here: a mask {problem}. "
+                f"Take a model of another family."
+            )
+
+    def _problem(self, is_apart: Callable[[], bool]) -> str | None:
+        """Why the model, as if it answered, is not known to keep examples of a row apart, in words, or None."""
+        was_training = self.peft_model.training
+        self.peft_model.eval()
+        try:
+            return None if is_apart() else "is not seen to keep examples of a row apart"
+        except (ImportError, ValueError, RuntimeError, TypeError) as error:
+            return f"does not work here: {str(error).partition(chr(10))[0]}"
+        finally:
+            self.peft_model.train(was_training)
 
     @property
     def head(self) -> Head:
@@ -216,10 +250,10 @@ def attach_lora(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(precision)
     layouts = Layouts() if techniques.prepacked_weights else None
-    done = fuse(model, layouts) if techniques.fused_projections else []
+    groups = fuse(model, layouts) if techniques.fused_projections else []
     if layouts is not None:
-        prepack(model, done, layouts)
-    return AdaptedModel(model, neftune_alpha, techniques)
+        prepack(model, [linear for group in groups for linear in group.plain], layouts)
+    return AdaptedModel(model, neftune_alpha, techniques, groups)
 
 
 def _targets(base: Any, config: LoraConfig) -> str | list[str]:
@@ -270,61 +304,6 @@ def _name_in(base: torch.nn.Module, wanted: torch.nn.Module) -> str:
 
 def _ends_in(name: str, wanted: str) -> bool:
     return name == wanted or name.endswith(f".{wanted}")
-
-
-# --- who sees whom ---
-
-
-@dataclass(frozen=True)
-class Window:
-    """How far back a token sees, itself included, in the layers that slide, or in every layer of a model without
-    layer types (`is_everywhere`)."""
-
-    size: int
-    is_everywhere: bool
-
-
-def sliding_window_of(text_config: Any) -> Window | None:
-    """
-    Raises:
-        ConfigError: the model attends in a way for which we have no mask.
-    """
-    kinds: set[str] = set(getattr(text_config, "layer_types", None) or ())
-    if unknown := kinds - {_FULL, _SLIDING}:
-        raise ConfigError(
-            f"This model has layers of {sorted(unknown)}, and rows of several examples are not safe in them."
-        )
-    size: int | None = getattr(text_config, "sliding_window", None)
-    if kinds:
-        return Window(size, is_everywhere=False) if size is not None and _SLIDING in kinds else None
-    return Window(size, is_everywhere=True) if size is not None else None
-
-
-def masks_of(segments_BT: torch.Tensor, window: Window | None) -> torch.Tensor | dict[str, torch.Tensor]:
-    """`block_mask`, and the same within a window for the layers that slide. Transformers takes a ready mask as it is
-    and adds no window of its own to it."""
-    mask_BQTT = block_mask(segments_BT)
-    if window is None:
-        return mask_BQTT
-    near_TT = torch.ones_like(mask_BQTT[0, 0]).triu(diagonal=1 - window.size)
-    return mask_BQTT & near_TT if window.is_everywhere else {_FULL: mask_BQTT, _SLIDING: mask_BQTT & near_TT}
-
-
-def positions_of(segments_BT: torch.Tensor) -> torch.Tensor:
-    """Positions that restart at 0 with every example of a row."""
-    num_T = segments_BT.shape[1]
-    index_BT = torch.arange(num_T, device=segments_BT.device).expand_as(segments_BT)
-    begins_BT = torch.ones_like(segments_BT, dtype=torch.bool)
-    begins_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
-    return index_BT - torch.where(begins_BT, index_BT, 0).cummax(dim=1).values
-
-
-def block_mask(segments_BT: torch.Tensor) -> torch.Tensor:
-    """`[B, 1, T, T]`, true where a query may look at a key: earlier or itself, and of the same example."""
-    num_T = segments_BT.shape[1]
-    causal_TT = torch.ones(num_T, num_T, dtype=torch.bool, device=segments_BT.device).tril()
-    same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
-    return (same_BTT & causal_TT)[:, None]
 
 
 def _named_as_saved(model: PeftModel) -> Named:

@@ -130,6 +130,7 @@ class Stepper:
             return self._accumulate(step, [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)])
 
         def halve(num_rows: int) -> None:
+            self._model.forget()
             if self._stage is not None:
                 self._stage.forget()
             self.micro_batch_rows = num_rows
@@ -228,9 +229,9 @@ def with_halving(
                 f"= true, which goes on with this one."
             )
         num_rows //= 2
+        on_halved(num_rows)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        on_halved(num_rows)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
