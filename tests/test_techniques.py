@@ -127,6 +127,65 @@ def test_fusing_holds_no_weight_twice(tiny_model: Path) -> None:
     assert held(TechniquesConfig(fused_projections=True)) == held(TechniquesConfig())
 
 
+@pytest.mark.parametrize(
+    "techniques", [{"fused_projections": True}, {"fused_projections": True, "prepacked_weights": True}]
+)
+@pytest.mark.parametrize("saved", ["mlp", "gate_proj", "k_proj"])
+def test_modules_that_train_in_full_are_not_joined(tiny_model: Path, saved: str, techniques: dict[str, bool]) -> None:
+    from hotlap.train import model
+
+    found: list[tuple[float, dict[str, Any]]] = []
+    for chosen in (TechniquesConfig(), TechniquesConfig(**techniques)):
+        lora = LoraConfig(rank=4, target_modules=("q_proj", "v_proj"), modules_to_save=(saved,))
+        adapted = model.attach_lora(model.load_base(tiny_model), lora, 0, "b", techniques=chosen)
+        found.append(loss_and_gradients(adapted))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    require_close(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize("is_prepacked", [False, True])
+def test_a_pass_that_runs_out_of_memory_leaves_nothing_behind(tiny_model: Path, is_prepacked: bool) -> None:
+    """Between gate and up, what is ready for up would keep all that the pass has computed, when memory is short."""
+    import gc
+    import weakref
+    from types import SimpleNamespace
+
+    import numpy as np
+    import torch
+
+    from hotlap.train import model, optim
+    from hotlap.train.step import Stepper
+
+    config = tiny_config(tiny_model, tiny_model, tiny_model, lora__dropout=0.0, train__micro_batch_rows=2)
+    techniques = TechniquesConfig(fused_projections=True, prepacked_weights=is_prepacked)
+    adapted = model.attach_lora(model.load_base(tiny_model), config.lora, 0, "b", techniques=techniques)
+    tokens_NT = np.arange(32, dtype=np.int32).reshape(2, 16)
+    dataset = SimpleNamespace(tokens_NT=tokens_NT, segments_NT=tokens_NT * 0 + 1, is_trained_NT=tokens_NT >= 0)
+    opened: Any = SimpleNamespace(
+        packing=SimpleNamespace(train=dataset),
+        order=SimpleNamespace(rows_of_step=lambda step: np.arange(2), num_steps=1),
+        identity=SimpleNamespace(seed=7, precision="float32"),
+    )
+    last: Any = adapted.layers[-1]
+    act, held = last.mlp.act_fn.forward, list[Any]()
+
+    def full(_gate: Any) -> Any:
+        assert held[0]() is not None
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def on_out_of_memory(_step: int, _num_rows: int) -> None:
+        gc.collect()
+        assert held[0]() is None
+        last.mlp.act_fn.forward = act
+
+    adapted.layers[0].register_forward_hook(lambda _layer, _given, output: held.append(weakref.ref(output)))
+    last.mlp.act_fn.forward = full
+    optimizer = optim.build(adapted.parameters, config.optim)
+    stepper = Stepper(adapted, optimizer, opened, config, on_out_of_memory)
+    assert stepper.forward_backward(1).loss is not None
+    assert stepper.micro_batch_rows == 1 and len(held) == 3
+
+
 def test_a_fused_model_gives_the_same_answer(tiny_model: Path) -> None:
     """Token by token with a cache, as the samples at an evaluation are made."""
     import torch
