@@ -266,13 +266,21 @@ def _spoil_adapter(how: str) -> None:
 
 
 def _memory_for(tokens: str) -> None:
-    """`400 training`: a forward pass over more tokens, padding included, does not fit, there or in the `evaluation`."""
+    """`400 training`: a forward pass over more tokens, padding included, does not fit, there or in the `evaluation`; `0
+    loading`: nor does the model."""
     import torch
 
+    from hotlap.train import model
     from hotlap.train.model import AdaptedModel
 
     most, where = tokens.split()
     hidden = AdaptedModel.hidden
+
+    def full(*_given: Any, **_named: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    if where == "loading":
+        model.load_base = full
 
     def limited(self: AdaptedModel, tokens_BT: Any, segments_BT: Any) -> Any:
         if (where == "training") == self.peft_model.training and tokens_BT.numel() > int(most):

@@ -8,11 +8,12 @@ import torch
 
 from hotlap import artifacts
 from hotlap.data.render import Renderer
-from hotlap.errors import AuditFailed, ConfigError
+from hotlap.errors import AuditFailed, ConfigError, OutOfMemory
 from hotlap.train import attention, model, optim, prepacked
 from hotlap.train.context import Context
 from hotlap.train.kernels import use_kernels
 from hotlap.train.opening import OpenedRun
+from hotlap.train.step import is_out_of_memory
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """What the result needs besides if its base model has to grow: stock PEFT looks there for how many rows that are."""
@@ -23,7 +24,21 @@ def assemble(opened: OpenedRun, context: Context) -> tuple[model.AdaptedModel, t
 
     Raises:
         ConfigError: the settings do not fit the model, the machine, or the adapter of a warm start.
+        OutOfMemory: the model does not fit into memory.
     """
+    try:
+        return _assembled(opened, context)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        words = str(error).partition("\n")[0]
+    raise OutOfMemory(
+        f"The base model and its adapter do not fit into memory ({words}). Set model.quantization = 'nf4' or "
+        f"model.precision = 'bfloat16', which start a run of their own, or take a machine with more."
+    )
+
+
+def _assembled(opened: OpenedRun, context: Context) -> tuple[model.AdaptedModel, torch.optim.Optimizer]:
     config, identity = context.config, opened.identity
     num_tokens = num_tokens_needed(opened)
     settings = config.model.model_copy(update={"precision": identity.precision})
