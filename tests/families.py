@@ -111,6 +111,26 @@ def gpt_oss() -> Any:
     return GptOssForCausalLM(GptOssConfig(**SHAPE, num_hidden_layers=2, head_dim=16, **experts, **windowed))
 
 
+def granite() -> Any:
+    """Divides its logits, and scales embeddings, scores and residuals."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    scales = {
+        "logits_scaling": 4.0,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+    }
+    return GraniteForCausalLM(GraniteConfig(**SHAPE, num_hidden_layers=2, tie_word_embeddings=True, **scales))
+
+
+def cohere() -> Any:
+    """Multiplies its logits."""
+    from transformers import CohereConfig, CohereForCausalLM
+
+    return CohereForCausalLM(CohereConfig(**SHAPE, num_hidden_layers=2, logit_scale=0.25))
+
+
 def bloom() -> Any:
     """Takes no mask that is ready."""
     from transformers import BloomConfig, BloomForCausalLM
@@ -127,7 +147,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mistral": mistral,
 }
 PLAINLY_ATTENDING: dict[str, Callable[[], Any]] = {"gemma2": gemma2, "gpt_oss": gpt_oss}
-OTHERS: dict[str, Callable[[], Any]] = {**PLAINLY_ATTENDING, "bloom": bloom}
+SCALING_LOGITS: dict[str, Callable[[], Any]] = {"granite": granite, "cohere": cohere}
+OTHERS: dict[str, Callable[[], Any]] = {**PLAINLY_ATTENDING, **SCALING_LOGITS, "bloom": bloom}
 
 
 def make_family(folder: Path, family: str) -> Path:

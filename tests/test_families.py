@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import FAMILIES, PLAINLY_ATTENDING, WINDOW, make_family
+from families import FAMILIES, PLAINLY_ATTENDING, SCALING_LOGITS, WINDOW, make_family
 from fixtures_data import f4_conversations, write_jsonl
 from test_golden import finish
 from test_packing_loss import mean_loss, packed
@@ -20,7 +20,7 @@ from hotlap.runs import RunFolder
 
 pytestmark = pytest.mark.torch
 
-TRAINED = [*FAMILIES, *PLAINLY_ATTENDING]
+TRAINED = [*FAMILIES, *PLAINLY_ATTENDING, *SCALING_LOGITS]
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_a_model_that_heeds_no_mask_is_refused(
     folder = make_family(tmp_path / "bloom", "bloom")
     process = zygote.run(tiny_config(folder, f3, tmp_path / "runs", train__max_steps=1))
     assert (process.status, process.result()["reason"]) == (2, "config"), process.talk()
-    assert "BloomForCausalLM cannot be trained here: a mask does not work here: " in process.result()["message"]
+    assert "BloomForCausalLM cannot be trained here. A mask does not work here: " in process.result()["message"]
 
     from hotlap.train import model
 
@@ -147,8 +147,24 @@ def test_a_model_that_heeds_no_mask_is_refused(
     # The naive way: truth values, which plain attention adds to its scores.
     monkeypatch.setattr(model, "as_summands", lambda mask, dtype: mask)
     for family in PLAINLY_ATTENDING:
-        with pytest.raises(ConfigError, match="cannot be trained here: a mask is not seen to keep examples"):
+        with pytest.raises(ConfigError, match=r"cannot be trained here\. A mask is not seen to keep examples"):
             moved(families[family]).require_mask()
+
+
+def test_a_model_whose_logits_are_not_known_is_refused(
+    zygote: Zygote, families: dict[str, Path], f3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hotlap.train import model
+
+    for family in (*FAMILIES, *SCALING_LOGITS):
+        moved(families[family]).require_stock_logits()
+    config = tiny_config(families["granite"], f3, tmp_path / "runs", train__max_steps=1)
+    process = zygote.run(config, "patches:as_told", TEST_NAIVE="logits")
+    assert (process.status, process.result()["reason"]) == (2, "config"), process.talk()
+    assert "GraniteForCausalLM cannot be trained here. The model gives other logits" in process.result()["message"]
+    monkeypatch.setattr(model, "logit_scale_of", lambda _config: 1.0)
+    with pytest.raises(ConfigError, match="gives other logits than its output head makes"):
+        moved(families["cohere"]).require_stock_logits()
 
 
 def test_a_ready_mask_without_the_window_is_the_naive_way(families: dict[str, Path]) -> None:

@@ -241,7 +241,7 @@ def test_threads_and_versions_are_told(zygote: Zygote, make_config: Callable[...
     """Another number of threads goes on, and says that it is no longer bit for bit."""
     config = make_config(train__max_steps=6)
     process = zygote.start(config, "patches:as_told", {"TEST_WAIT_BEFORE": f"3 {tmp_path / 'never'}"})
-    process.wait_for("step", step=2)
+    process.wait_for("published")  # behind the first steps, so it may take longer than they do
     process.kill()
     process.wait()
     again = zygote.run(make_config(train__max_steps=6, slice__num_threads=2))

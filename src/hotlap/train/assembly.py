@@ -9,7 +9,7 @@ import torch
 from hotlap import artifacts
 from hotlap.data.render import Renderer
 from hotlap.errors import AuditFailed, ConfigError, OutOfMemory
-from hotlap.train import attention, model, optim, prepacked
+from hotlap.train import attention, direct, model, optim, prepacked
 from hotlap.train.context import Context
 from hotlap.train.kernels import use_kernels
 from hotlap.train.opening import OpenedRun
@@ -62,6 +62,8 @@ def _assembled(opened: OpenedRun, context: Context) -> tuple[model.AdaptedModel,
     if config.lora.init_from is not None:
         _warm_start(adapted, Path(config.lora.init_from))
     _choose_attention(adapted, identity.precision, context)
+    if base.config.model_type not in direct.FAMILIES:
+        adapted.require_stock_logits()
     if config.slice.gradient_checkpointing:
         adapted.recompute_activations()
     return adapted, optim.build(adapted.parameters, config.optim)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save
 from hotlap.config import LoraConfig
 from hotlap.config_techniques import TechniquesConfig, chunk_positions
 from hotlap.errors import AuditFailed, ConfigError
-from hotlap.train import attention, machine
-from hotlap.train.base import decoder_linears, is_linear, load_base
+from hotlap.train import attention, machine, targets
+from hotlap.train.base import load_base
 from hotlap.train.fused import Group, fuse
 from hotlap.train.loss import Head
 from hotlap.train.masks import FULL, SLIDING, as_summands, masks_of, positions_of, sliding_window_of
@@ -28,6 +28,7 @@ __all__ = ["AdaptedModel", "attach_lora", "load_base"]
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 _PLAIN = TechniquesConfig()
+_ROUNDING = 0.1
 
 # B rows, T positions, D model width, N positions that predict, V vocabulary
 
@@ -55,6 +56,7 @@ class AdaptedModel:
         self._dtype: torch.dtype = causal_lm.dtype
         self.device: torch.device = causal_lm.device
         self._window = sliding_window_of(self._text_config)
+        self._logit_scale = logit_scale_of(self._text_config)
         self.loss_chunk = chunk_positions(self._text_config.vocab_size) if techniques.chunked_loss else None
         self.saved: Named = _named_as_saved(peft_model)
         last = {id(parameter): name for name, parameter in sorted(self.saved.items())}
@@ -142,17 +144,37 @@ class AdaptedModel:
             ConfigError: this model does not heed a mask that says who sees whom.
         """
         if problem := self._problem(lambda: attention.heeds_mask(self.hidden, self.device)):
-            raise ConfigError(
-                f"{type(self.peft_model.get_base_model()).__name__} cannot be trained here: a mask {problem}. "
-                f"Take a model of another family."
-            )
+            raise ConfigError(f"{self._cannot} A mask {problem}. Take a model of another family.")
 
-    def _problem(self, is_apart: Callable[[], bool]) -> str | None:
-        """Why the model, as if it answered, is not known to keep examples of a row apart, in words, or None."""
+    def require_stock_logits(self) -> None:
+        """
+        Raises:
+            ConfigError: this model makes other logits of a row than those that are trained here.
+        """
+        tokens_1T = torch.arange(13, device=self.device)[None] % 11
+
+        def is_same() -> bool:
+            with torch.no_grad(), self.autocast():
+                stock_1TV = self.peft_model(input_ids=tokens_1T, use_cache=False).logits.float()
+                odd_1TV = self.logits(self.hidden(tokens_1T, torch.ones_like(tokens_1T))) - stock_1TV
+            # One that computes no numbers is for the first step to tell.
+            return not float(odd_1TV.norm() / stock_1TV.norm()) > _ROUNDING
+
+        if problem := self._problem(is_same, "gives other logits than its output head makes of its hidden states"):
+            raise ConfigError(f"{self._cannot} The model {problem}. Take one of another family.")
+
+    @property
+    def _cannot(self) -> str:
+        return f"{type(self.peft_model.get_base_model()).__name__} cannot be trained here."
+
+    def _problem(
+        self, holds: Callable[[], bool], if_not: str = "is not seen to keep examples of a row apart"
+    ) -> str | None:
+        """Why something is not known to hold of the model, as if it answered, in words, or None."""
         was_training = self.peft_model.training
         self.peft_model.eval()
         try:
-            return None if is_apart() else "is not seen to keep examples of a row apart"
+            return None if holds() else if_not
         except (ImportError, ValueError, RuntimeError, TypeError) as error:
             return f"does not work here: {str(error).partition(chr(10))[0]}"
         finally:
@@ -169,7 +191,8 @@ class AdaptedModel:
 
     def _uncapped(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         with self.autocast():
-            return self._lm_head(hidden_ND)
+            logits_NV = self._lm_head(hidden_ND)
+            return logits_NV if self._logit_scale == 1.0 else logits_NV * self._logit_scale
 
     def recompute_activations(self) -> None:
         """Keep no activations of a layer; compute them again in the backward pass, random numbers included."""
@@ -195,6 +218,13 @@ class AdaptedModel:
         most_BT = self._neftune_alpha / (self._lengths_BT * output_BTD.shape[-1]).sqrt()
         noise_BTD = torch.empty_like(output_BTD).uniform_(-1.0, 1.0)
         return output_BTD + noise_BTD * most_BT[:, :, None].to(output_BTD.dtype)
+
+
+def logit_scale_of(text_config: Any) -> float:
+    """What logits are multiplied with behind the output head: Cohere says so, and Granite by what they are divided."""
+    scale: float | None = getattr(text_config, "logit_scale", None)
+    divisor: float | None = getattr(text_config, "logits_scaling", None)
+    return (scale or 1.0) / (divisor or 1.0)
 
 
 def config_json(fields: dict[str, Any]) -> bytes:
@@ -225,13 +255,13 @@ def attach_lora(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=config.dropout,
-        target_modules=_targets(base, config),
+        target_modules=targets.modules_of(base, config),
         use_rslora=config.rslora,
         use_dora=config.dora,
         init_lora_weights="pissa" if config.init == "pissa" else True,
-        modules_to_save=_modules_to_save(base, config),
-        trainable_token_indices=_trained_rows(base, new_rows) if new_rows else None,  # pyright: ignore[reportArgumentType]
-        ensure_weight_tying=bool(_tied_names(base) & set(config.modules_to_save)),
+        modules_to_save=targets.saved_whole(base, config),
+        trainable_token_indices=targets.trained_rows(base, new_rows) if new_rows else None,  # pyright: ignore[reportArgumentType]
+        ensure_weight_tying=bool(targets.tied_names(base) & set(config.modules_to_save)),
         task_type="CAUSAL_LM",
     )
     base.name_or_path = base_name  # type: ignore[assignment]  (where peft takes it from)
@@ -254,56 +284,6 @@ def attach_lora(
     if layouts is not None:
         prepack(model, [linear for group in groups for linear in group.plain], layouts)
     return AdaptedModel(model, neftune_alpha, techniques, groups)
-
-
-def _targets(base: Any, config: LoraConfig) -> str | list[str]:
-    """As the user wrote them; of a model with other towers beside the text decoder, the decoder's own by full name."""
-    inside = decoder_linears(base)
-    head = base.get_output_embeddings()
-    outside = [module for name, module in base.named_modules() if is_linear(module) and name not in set(inside)]
-    names = config.target_modules
-    if not isinstance(names, str) and (found := sorted(_tied_names(base) & set(names))):
-        raise ConfigError(
-            f"lora.target_modules names {found[0]}, and this model's input embedding and output head are one "
-            f"tensor: merging would change both. Leave it out, or train it in full with lora.modules_to_save."
-        )
-    if all(module is head for module in outside):
-        return names if isinstance(names, str) else list(names)
-    chosen = [name for name in inside if isinstance(names, str) or any(_ends_in(name, each) for each in names)]
-    if not chosen:
-        raise ConfigError(f"lora.target_modules = {names!r}: the text decoder has no linear module of that name.")
-    return chosen
-
-
-def _modules_to_save(base: torch.nn.Module, config: LoraConfig) -> list[str] | None:
-    for wanted in config.modules_to_save:
-        if not any(_ends_in(name, wanted) for name, _ in base.named_modules()):
-            raise ConfigError(f"lora.modules_to_save names {wanted}, and the model has no such module.")
-    return list(config.modules_to_save) or None
-
-
-def _trained_rows(base: Any, rows: list[int]) -> dict[str, list[int]]:
-    # PEFT gives tied tensors one set of trained rows by itself.
-    return dict.fromkeys(_embedding_names(base)[: 1 if _tied_names(base) else 2], rows)
-
-
-def _tied_names(base: Any) -> set[str]:
-    """Names of input embedding and output head if they are one tensor, else none."""
-    is_tied = base.get_input_embeddings().weight is base.get_output_embeddings().weight
-    return set(_embedding_names(base)) if is_tied else set()
-
-
-def _embedding_names(base: Any) -> list[str]:
-    modules = (base.get_input_embeddings(), base.get_output_embeddings())
-    return [_name_in(base, module).rpartition(".")[2] for module in modules]
-
-
-def _name_in(base: torch.nn.Module, wanted: torch.nn.Module) -> str:
-    return next(name for name, module in base.named_modules() if module is wanted)
-
-
-def _ends_in(name: str, wanted: str) -> bool:
-    return name == wanted or name.endswith(f".{wanted}")
 
 
 def _named_as_saved(model: PeftModel) -> Named:
