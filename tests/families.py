@@ -138,6 +138,13 @@ def bloom() -> Any:
     return BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4))
 
 
+def phimoe() -> Any:
+    """Its routers are linear modules that return more than one tensor, which PEFT cannot wrap."""
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    return PhimoeForCausalLM(PhimoeConfig(**SHAPE, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2))
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "qwen2": qwen2,
@@ -148,7 +155,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 PLAINLY_ATTENDING: dict[str, Callable[[], Any]] = {"gemma2": gemma2, "gpt_oss": gpt_oss}
 SCALING_LOGITS: dict[str, Callable[[], Any]] = {"granite": granite, "cohere": cohere}
-OTHERS: dict[str, Callable[[], Any]] = {**PLAINLY_ATTENDING, **SCALING_LOGITS, "bloom": bloom}
+OTHERS: dict[str, Callable[[], Any]] = {**PLAINLY_ATTENDING, **SCALING_LOGITS, "bloom": bloom, "phimoe": phimoe}
 
 
 def make_family(folder: Path, family: str) -> Path:
