@@ -138,6 +138,14 @@ def bloom() -> Any:
     return BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4))
 
 
+def gpt2() -> Any:
+    """Calls its layers otherwise, and has weights the other way round."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ends = {"bos_token_id": 257, "eos_token_id": 258}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=128, **ends))
+
+
 def phimoe() -> Any:
     """Its routers are linear modules that return more than one tensor, which PEFT cannot wrap."""
     from transformers import PhimoeConfig, PhimoeForCausalLM
@@ -155,7 +163,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 PLAINLY_ATTENDING: dict[str, Callable[[], Any]] = {"gemma2": gemma2, "gpt_oss": gpt_oss}
 SCALING_LOGITS: dict[str, Callable[[], Any]] = {"granite": granite, "cohere": cohere}
-OTHERS: dict[str, Callable[[], Any]] = {**PLAINLY_ATTENDING, **SCALING_LOGITS, "bloom": bloom, "phimoe": phimoe}
+OTHERS: dict[str, Callable[[], Any]] = {
+    **PLAINLY_ATTENDING,
+    **SCALING_LOGITS,
+    "bloom": bloom,
+    "gpt2": gpt2,
+    "phimoe": phimoe,
+}
 
 
 def make_family(folder: Path, family: str) -> Path:

@@ -247,3 +247,33 @@ def test_threads_and_versions_are_told(zygote: Zygote, make_config: Callable[...
     again = zygote.run(make_config(train__max_steps=6, slice__num_threads=2))
     assert again.status == 0
     assert "threads: 1 before, 2 now" in again.talk() and "not promised bit for bit" in again.talk()
+
+
+@pytest.mark.parametrize(
+    ("words", "is_memory"),
+    [
+        ("[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: can't allocate memory: you tried", True),
+        ("MPS backend out of memory (MPS allocated: 17.9 GB, other allocations: 1.2 MB, max allowed: 18.13 GB).", True),
+        ("CUDA error: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", False),
+    ],
+)
+def test_memory_runs_out_in_these_words(words: str, is_memory: bool) -> None:
+    """Libraries say it with a plain RuntimeError, in which half the rows help; another's is a bug."""
+    from hotlap.train.step import with_halving
+
+    tried: list[int] = []
+
+    def attempt(num_rows: int) -> int:
+        tried.append(num_rows)
+        if num_rows > 2:
+            raise RuntimeError(words)
+        return num_rows
+
+    if is_memory:
+        assert with_halving(attempt, 8, lambda _rows: None, "step 1") == 2 and tried == [8, 4, 2]
+        return
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        with_halving(attempt, 8, lambda _rows: None, "step 1")
+    assert tried == [8]

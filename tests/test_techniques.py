@@ -186,6 +186,29 @@ def test_a_pass_that_runs_out_of_memory_leaves_nothing_behind(tiny_model: Path, 
     assert stepper.micro_batch_rows == 1 and len(held) == 3
 
 
+@pytest.mark.parametrize("target", ["q_proj", "k_proj"])
+def test_a_linear_module_that_computes_otherwise_is_not_joined(tiny_model: Path, target: str) -> None:
+    """With an adapter on it, and without."""
+    import torch
+
+    from hotlap.train import model
+
+    class Doubling(torch.nn.Linear):
+        def forward(self, input: Any) -> Any:
+            return 2.0 * super().forward(input)
+
+    found: list[tuple[float, dict[str, Any]]] = []
+    for chosen in (TechniquesConfig(), TechniquesConfig(fused_projections=True, prepacked_weights=True)):
+        base: Any = model.load_base(tiny_model)
+        base.model.layers[0].self_attn.k_proj.__class__ = Doubling
+        lora = LoraConfig(rank=4, target_modules=(target, "v_proj"))
+        adapted = model.attach_lora(base, lora, 0, "b", techniques=chosen)
+        moved(adapted)
+        found.append(loss_and_gradients(adapted))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    require_close(found[1][1], found[0][1])
+
+
 def test_a_fused_model_gives_the_same_answer(tiny_model: Path) -> None:
     """Token by token with a cache, as the samples at an evaluation are made."""
     import torch
@@ -443,6 +466,7 @@ def test_fused_and_staged_layers_may_be_recomputed(tiny_model: Path) -> None:
         assert all(torch.equal(found[name], expected[name]) for name in stage.active)
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # peft's word for GPT-2
 def test_what_cannot_be_staged_is_refused(tmp_path: Path) -> None:
     from hotlap.config_techniques import StagedConfig
     from hotlap.data.order import Order
@@ -451,7 +475,8 @@ def test_what_cannot_be_staged_is_refused(tmp_path: Path) -> None:
     from hotlap.train.staged import Stage
 
     order = Order(0, 2, 1, 5, 5, 1, 1)
-    for family, top_layers, reason in (("llama", 2, "2 layers"), ("gemma4", 1, "share keys and values")):
+    both = (("llama", 2, "2 layers"), ("gemma4", 1, "share keys and values"), ("gpt2", 1, "finds no layers"))
+    for family, top_layers, reason in both:
         adapted = model.attach_lora(model.load_base(make_family(tmp_path / family, family)), LoraConfig(), 0, "b")
         with pytest.raises(ConfigError, match=reason):
             Stage(adapted, StagedConfig(after_step=1, top_layers=top_layers), order)

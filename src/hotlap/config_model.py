@@ -87,7 +87,8 @@ class OptimConfig(Config):
     """Share of the run over which `warmdown` falls. The other schedules ignore it."""
 
     final_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Learning rate at the last step, as a share of the peak. `constant` ignores it."""
+    """What the learning rate falls towards, as a share of the peak: it would be there one step behind the last.
+    `constant` ignores it."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)

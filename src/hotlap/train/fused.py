@@ -25,7 +25,7 @@ class Group:
     """Linear modules of one input. Whichever is called first computes them all; the others find their part ready."""
 
     def __init__(self, modules: list[Any], layouts: Layouts | None) -> None:
-        self.plain = [_plain_of(module) for module in modules]
+        self.plain: list[torch.nn.Linear] = [_plain_of(module) for module in modules]
         self._weight_OI, self._bias_O = _joined(self.plain)
         self._members = [_member_of(module, linear) for module, linear in zip(modules, self.plain, strict=True)]
         self._laid_out = layouts and lay_out(self._members, self._weight_OI, self._bias_O, layouts)
@@ -108,19 +108,19 @@ def _groups_of(decoder: torch.nn.Module) -> Iterator[list[Any]]:
             if len(modules) > 1:
                 taken |= set(map(id, modules))
                 yield modules
-    yield from ([module] for module in decoder.modules() if isinstance(module, LoraLinear) and id(module) not in taken)
+    adapted = (module for module in decoder.modules() if isinstance(module, LoraLinear) and _is_ours(module))
+    yield from ([module] for module in adapted if id(module) not in taken)
 
 
 def _is_ours(module: Any) -> bool:
-    if isinstance(module, LoraLinear):
-        return True
-    # One that is trained in full has to stay where the optimizer finds it.
-    return type(module) is torch.nn.Linear and not module.weight.requires_grad
+    """A subclass may compute something else, and one that is trained in full has to stay where the optimizer finds
+    it."""
+    linear = _plain_of(module)
+    return type(linear) is torch.nn.Linear and not linear.weight.requires_grad
 
 
-def _plain_of(module: Any) -> torch.nn.Linear:
-    linear: Any = module.base_layer if isinstance(module, LoraLinear) else module
-    return linear
+def _plain_of(module: Any) -> Any:
+    return module.base_layer if isinstance(module, LoraLinear) else module
 
 
 def _member_of(module: Any, linear: torch.nn.Linear) -> Member:

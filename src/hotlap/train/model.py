@@ -69,8 +69,8 @@ class AdaptedModel:
 
     @property
     def layers(self) -> list[torch.nn.Module]:
-        """The decoder's layers, from the input to the output."""
-        return list(self._decoder.layers)  # pyright: ignore[reportArgumentType]
+        """The decoder's layers, from the input to the output; none where its family calls them otherwise."""
+        return list(getattr(self._decoder, "layers", ()))
 
     @property
     def layers_share(self) -> bool:

@@ -31,6 +31,8 @@ class Stage:
         """
         self._adapted, self._config, self._order = adapted, config, order
         layers = adapted.layers
+        if not layers:
+            raise ConfigError("techniques.staged finds no layers in this family of models. Leave it out.")
         first = len(layers) - config.top_layers
         if first < 1:
             raise ConfigError(
