@@ -440,6 +440,39 @@ def test_the_boundary_is_where_it_belongs_in_every_family(tmp_path: Path, family
     assert stage._kept == {}
 
 
+def test_what_frozen_layers_give_is_left_to_no_chance(tiny_model: Path, tmp_path: Path) -> None:
+    """Where the base model has dropout of its own, a slice that resumes in the second pass has no other numbers."""
+    import json
+
+    import torch
+
+    from hotlap.config_techniques import StagedConfig
+    from hotlap.data.order import Order
+    from hotlap.train import machine, model
+    from hotlap.train.staged import Stage
+
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    fields = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "attention_dropout": 0.5}))
+    found: list[tuple[float, dict[str, Any]]] = []
+    for is_resumed in (False, True):
+        adapted = model.attach_lora(model.load_base(tmp_path), LoraConfig(rank=4), 0, "b")
+        moved(adapted)
+        adapted.peft_model.train()
+        stage = Stage(adapted, StagedConfig(after_step=1, tail_passes=2), Order(0, 2, 1, 5, 5, 1, 2))
+        stage.begin(torch.optim.AdamW([{"params": list(adapted.parameters.values())}]))
+        for step in (4,) if is_resumed else (2, 4):
+            machine.seed(step)
+            last = loss_and_gradients(adapted, stage.hidden_of(step, 1, 0))
+        found.append(last)
+        assert adapted.peft_model.training
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][name], gradient) for name, gradient in found[0][1].items())
+    machine.seed(5)
+    assert loss_and_gradients(adapted, stage.hidden_of(4, 1, 0))[0] != found[1][0]  # the layers above have it still
+
+
 def test_fused_and_staged_layers_may_be_recomputed(tiny_model: Path) -> None:
     """Gradient checkpointing runs a layer twice, and stops the second time as soon as it has what it needs."""
     import torch

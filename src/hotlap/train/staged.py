@@ -95,8 +95,13 @@ class Stage:
             seen.append(given_BTD)
             return given_BTD
 
-        with _giving(self._above, see):
-            self._adapted.hidden(tokens_BT, segments_BT)
+        # A base model's own dropout would be drawn anew by a slice that resumes, and from another step's numbers.
+        self._adapted.peft_model.eval()
+        try:
+            with _giving(self._above, see):
+                self._adapted.hidden(tokens_BT, segments_BT)
+        finally:
+            self._adapted.peft_model.train()
         return seen[0]
 
 
