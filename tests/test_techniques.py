@@ -270,6 +270,36 @@ def num_products(adapted: Any, is_fused: bool) -> int:
     return len(frozen) - saved + 1
 
 
+@pytest.mark.parametrize(
+    ("lora", "is_fused"),
+    [
+        ({"dora": True}, False),
+        ({"dropout": 0.3}, False),
+        ({"rslora": True, "alpha": 5.0}, True),
+        ({"init": "pissa", "rslora": True}, True),
+    ],
+    ids=["dora", "dropout", "rslora", "pissa"],
+)
+def test_every_kind_of_adapter_is_added_to_what_is_laid_out(tiny_model: Path, lora: Any, is_fused: bool) -> None:
+    import torch
+
+    from hotlap.train import machine, model
+
+    all_of_them = TechniquesConfig(prepacked_weights=True, chunked_loss=True, fused_projections=is_fused)
+    found: list[tuple[float, dict[str, Any]]] = []
+    for techniques in (TechniquesConfig(), all_of_them):
+        base = model.load_base(tiny_model)
+        adapted = model.attach_lora(base, LoraConfig(rank=4, **lora), 0, "b", techniques=techniques)
+        with torch.no_grad():
+            for parameter in adapted.parameters.values():
+                parameter.add_(0.05 * torch.sin(torch.arange(parameter.numel())).view_as(parameter))
+        adapted.peft_model.train()
+        machine.seed(3)
+        found.append(loss_and_gradients(adapted))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    require_close(found[1][1], found[0][1])
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_that_trains_is_left_as_it_is(tmp_path: Path, name: str) -> None:
     from hotlap.train import model
