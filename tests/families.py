@@ -138,6 +138,13 @@ def bloom() -> Any:
     return BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4))
 
 
+def rwkv() -> Any:
+    """Has no attention: every token is made of all before it."""
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    return RwkvForCausalLM(RwkvConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2))
+
+
 def gpt2() -> Any:
     """Calls its layers otherwise, and has weights the other way round."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -169,6 +176,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "bloom": bloom,
     "gpt2": gpt2,
     "phimoe": phimoe,
+    "rwkv": rwkv,
 }
 
 
