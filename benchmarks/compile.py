@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks import spread
 from hotlap.child import with_waiting_threads
@@ -32,29 +33,39 @@ def main() -> None:
 
     from hotlap.config import LoraConfig
     from hotlap.config_techniques import TechniquesConfig
-    from hotlap.train import model
+    from hotlap.train import attention, model
     from hotlap.train.machine import use_threads
     from hotlap.train.step import Batch, batch_loss
 
     use_threads(arguments.threads)
     techniques = TechniquesConfig(fused_projections=arguments.fused)
-    base = model.load_base(arguments.model)
-    adapted = model.attach_lora(base, LoraConfig(), 0, "base", techniques=techniques)
-    adapted.peft_model.train()
 
-    def step_s(length: int) -> float:
-        tokens_BT = torch.randint(0, 40_000, (1, length), generator=torch.Generator().manual_seed(length))
+    def adapted_now() -> model.AdaptedModel:
+        base = model.load_base(arguments.model)
+        adapted = model.attach_lora(base, LoraConfig(), 0, "base", techniques=techniques)
+        adapted.peft_model.train()
+        return adapted
+
+    def step_s(adapted: model.AdaptedModel, length: int) -> float:
+        tokens_BT = torch.randint(0, num_tokens, (1, length), generator=torch.Generator().manual_seed(length))
         is_trained_BT = torch.arange(length)[None] >= length // 2
+        adapted.peft_model.zero_grad(set_to_none=True)
         began_s = time.perf_counter()
         batch_loss(adapted, Batch(tokens_BT, torch.ones_like(tokens_BT), is_trained_BT)).backward()
         return time.perf_counter() - began_s
 
-    step_s(LENGTHS[0])
-    plain = [step_s(length) for _ in range(REPEATS) for length in LENGTHS]
-    for layer in adapted.layers:
+    as_it_is, to_compile = adapted_now(), adapted_now()
+    if (kernel := attention.kernel_here("auto", "float32", as_it_is.device)[0]) != "mask":
+        as_it_is.use_kernel(kernel)
+    # It keeps the mask: a loop over examples would break the graph.
+    for layer in to_compile.layers:
         layer.forward = torch.compile(layer.forward)
-    first = [step_s(length) for length in LENGTHS]
-    compiled = [step_s(length) for _ in range(REPEATS) for length in LENGTHS]
+    base: Any = as_it_is.peft_model.get_base_model()
+    num_tokens: int = base.config.vocab_size
+    step_s(as_it_is, LENGTHS[0])
+    plain = [step_s(as_it_is, length) for _ in range(REPEATS) for length in LENGTHS]
+    first = [step_s(to_compile, length) for length in LENGTHS]
+    compiled = [step_s(to_compile, length) for _ in range(REPEATS) for length in LENGTHS]
     saved_s = statistics.median(plain) - statistics.median(compiled)
     cost_s = sum(first) - len(first) * statistics.median(compiled)
     result = {

@@ -1,14 +1,19 @@
 """Whether hotlap keeps its promises on a GPU. One script, from source, in less than six minutes.
 
-`PYTHONPATH=src python benchmarks/gpu_check.py`, with torch, transformers, PEFT and what hotlap needs; NF4 is left out
-where bitsandbytes is not there. Models are small and random, data is made here, nothing is fetched. Every training is a
-real slice in a process of its own. `--device cpu` tries the script itself where there is no GPU. Prints one JSON object
-and ends with 0 if every check held, else with 1.
+`python benchmarks/gpu_check.py`, in a copy of the repository; hotlap itself need not be installed. What it needs is
+what a slice needs: Python 3.11, torch 2.6, transformers 5.15, peft 0.19 and pydantic 2.9, or later ones, with what
+these bring along; bitsandbytes 0.50 for NF4, which is left out where that is not there. For a machine without a
+network, get them where there is one, for its Python and platform: `pip download -d wheels torch transformers peft
+pydantic bitsandbytes`, then there `pip install --no-index --find-links wheels` and the same names.
+
+Models are small and random, data is made here, nothing is fetched. Every training is a real slice in a process of its
+own. `--device cpu` tries the script itself where there is no GPU. Prints one JSON object and ends with 0 if every check
+held, with 1 if one did not, and with 2 if something is missing.
 """
 
 import argparse
 import hashlib
-import importlib.util
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -18,8 +23,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+ROOT = Path(__file__).parents[1]
+NEEDED = {"torch": "2.6", "transformers": "5.15", "peft": "0.19", "pydantic": "2.9"}
+FOR_NF4 = {"bitsandbytes": "0.50"}
 STEPS = 6
 CUT_AT = 3
 STAGED_AFTER = 2
@@ -38,6 +46,20 @@ class Size:
 
 
 SIZES = {"cuda": Size(2048, 8, 1024, 4, 20, 0.5, 8192), "cpu": Size(64, 2, 64, 2, 4, 0.6, 512)}
+
+
+def lacking(packages: dict[str, str]) -> list[str]:
+    """What of the packages is not here, or too old, in words."""
+    found: list[str] = []
+    for name, least in packages.items():
+        try:
+            here = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{name} (not installed)")
+            continue
+        if [int(part) for part in here.split(".")[:2]] < [int(part) for part in least.split(".")]:
+            found.append(f"{name} (here is {here})")
+    return found
 
 
 class Failed(Exception):
@@ -214,9 +236,15 @@ def attempts(check: Check) -> dict[str, Callable[[], dict[str, Any]]]:
         "speed, plain": check.speed,
         "speed, fused and chunked": lambda: check.speed(fused_projections=True, chunked_loss=True),
     }
-    if importlib.util.find_spec("bitsandbytes") is None:
+    if lacking(FOR_NF4):
+        print(f"NF4 is left out: {lacking(FOR_NF4)[0]}.", file=sys.stderr)
         del found["nf4 slices, resumed exactly"]
     return found
+
+
+def refuse(why: str) -> NoReturn:
+    print(f"gpu_check: {why}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def main() -> None:
@@ -224,10 +252,16 @@ def main() -> None:
     parser.add_argument("--device", choices=sorted(SIZES), default="cuda")
     parser.add_argument("--only", nargs="*", help="words of the checks to make")
     arguments = parser.parse_args()
+    if sys.version_info < (3, 11):  # noqa: UP036  (nothing was installed, so nobody has asked)
+        refuse(f"Python 3.11 or later is needed, and this is {sys.version.split()[0]}.")
+    if found := lacking(NEEDED):
+        wanted = " ".join(f"'{name}>={least}'" for name, least in NEEDED.items())
+        refuse(f"Lacking: {', '.join(found)}. Run: pip install {wanted}")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     import torch
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("torch sees no CUDA device here. --device cpu tries the script without one.")
+        refuse("torch sees no CUDA device here. --device cpu tries the script without one.")
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     began_s = time.perf_counter()

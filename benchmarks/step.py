@@ -60,7 +60,10 @@ def main() -> None:
         return made
 
     ways = {name: adapted_for(name) for name in dict.fromkeys(("plain", *arguments.only))}
-    tokens_BT = torch.randint(0, 40_000, (arguments.rows, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    base: Any = ways["plain"].peft_model.get_base_model()
+    tokens_BT = torch.randint(
+        0, base.config.vocab_size, (arguments.rows, SEQ_LEN), generator=torch.Generator().manual_seed(0)
+    )
     is_trained_BT = (torch.arange(SEQ_LEN) % 64 >= 32)[None].expand_as(tokens_BT)
     batch = Batch(tokens_BT, torch.arange(SEQ_LEN)[None].expand_as(tokens_BT) // 64 + 1, is_trained_BT)
     times_s: dict[str, list[float]] = {name: [] for name in ways}

@@ -90,6 +90,76 @@ def gemma4() -> Any:
     return Gemma4ForConditionalGeneration(config)
 
 
+def gemma2() -> Any:
+    """Bends its attention scores, for which transformers attends without torch's kernels."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    windowed = {"sliding_window": WINDOW, "layer_types": SLIDING, "attn_logit_softcapping": 2.0}
+    return Gemma2ForCausalLM(Gemma2Config(**SHAPE, num_hidden_layers=2, head_dim=16, **windowed))
+
+
+def gpt_oss() -> Any:
+    """Experts, and attention with sinks, likewise without torch's kernels."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    experts = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    windowed = {"sliding_window": WINDOW, "layer_types": SLIDING}
+    return GptOssForCausalLM(GptOssConfig(**SHAPE, num_hidden_layers=2, head_dim=16, **experts, **windowed))
+
+
+def granite() -> Any:
+    """Divides its logits, and scales embeddings, scores and residuals."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    scales = {
+        "logits_scaling": 4.0,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+    }
+    return GraniteForCausalLM(GraniteConfig(**SHAPE, num_hidden_layers=2, tie_word_embeddings=True, **scales))
+
+
+def cohere() -> Any:
+    """Multiplies its logits."""
+    from transformers import CohereConfig, CohereForCausalLM
+
+    return CohereForCausalLM(CohereConfig(**SHAPE, num_hidden_layers=2, logit_scale=0.25))
+
+
+def bloom() -> Any:
+    """Takes no mask that is ready."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    return BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4))
+
+
+def rwkv() -> Any:
+    """Has no attention: every token is made of all before it."""
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    return RwkvForCausalLM(RwkvConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2))
+
+
+def gpt2() -> Any:
+    """Calls its layers otherwise, and has weights the other way round."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ends = {"bos_token_id": 257, "eos_token_id": 258}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=128, **ends))
+
+
+def phimoe() -> Any:
+    """Its routers are linear modules that return more than one tensor, which PEFT cannot wrap."""
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    return PhimoeForCausalLM(PhimoeConfig(**SHAPE, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2))
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "qwen2": qwen2,
@@ -98,10 +168,20 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma4": gemma4,
     "mistral": mistral,
 }
+PLAINLY_ATTENDING: dict[str, Callable[[], Any]] = {"gemma2": gemma2, "gpt_oss": gpt_oss}
+SCALING_LOGITS: dict[str, Callable[[], Any]] = {"granite": granite, "cohere": cohere}
+OTHERS: dict[str, Callable[[], Any]] = {
+    **PLAINLY_ATTENDING,
+    **SCALING_LOGITS,
+    "bloom": bloom,
+    "gpt2": gpt2,
+    "phimoe": phimoe,
+    "rwkv": rwkv,
+}
 
 
 def make_family(folder: Path, family: str) -> Path:
-    return write_byte_tokenizer(save_random(folder, FAMILIES[family]))
+    return write_byte_tokenizer(save_random(folder, (FAMILIES | OTHERS)[family]))
 
 
 def save_random(folder: Path, make: Callable[[], Any]) -> Path:

@@ -189,7 +189,7 @@ def _wall_clock_jumps_at(step: str) -> None:
 
 def _be_naive(about: str) -> None:
     """What the promise is not made of, to show that a test of it can fail."""
-    from hotlap.train import optim
+    from hotlap.train import model, optim
     from hotlap.train.publisher import Publisher
     from hotlap.train.staged import Stage
     from hotlap.train.stop import StopSignals
@@ -202,6 +202,8 @@ def _be_naive(about: str) -> None:
         optim.load_state = lambda *args: None
     elif about == "stage":  # frozen layers are computed again at every step
         Stage.hidden_of = lambda self, *args: self._adapted.hidden  # type: ignore
+    elif about == "logits":  # the output head is the end
+        model.logit_scale_of = lambda _config: 1.0
     else:
         raise ValueError(about)
 
@@ -266,13 +268,21 @@ def _spoil_adapter(how: str) -> None:
 
 
 def _memory_for(tokens: str) -> None:
-    """`400 training`: a forward pass over more tokens, padding included, does not fit, there or in the `evaluation`."""
+    """`400 training`: a forward pass over more tokens, padding included, does not fit, there or in the `evaluation`; `0
+    loading`: nor does the model."""
     import torch
 
+    from hotlap.train import model
     from hotlap.train.model import AdaptedModel
 
     most, where = tokens.split()
     hidden = AdaptedModel.hidden
+
+    def full(*_given: Any, **_named: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    if where == "loading":
+        model.load_base = full
 
     def limited(self: AdaptedModel, tokens_BT: Any, segments_BT: Any) -> Any:
         if (where == "training") == self.peft_model.training and tokens_BT.numel() > int(most):

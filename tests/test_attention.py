@@ -209,7 +209,7 @@ def test_the_flex_mask_is_the_mask(window: int | None) -> None:
     from torch.nn.attention.flex_attention import create_mask
 
     from hotlap.train.attention import flex_mask
-    from hotlap.train.model import Window, masks_of
+    from hotlap.train.masks import Window, masks_of
 
     segments_BT = torch.tensor([[1] * 150 + [2] * 40 + [3] * 5 + [0] * 7, [1] * 202])
     found = create_mask(flex_mask(segments_BT, window).mask_mod, 2, 1, 202, 202, device="cpu")

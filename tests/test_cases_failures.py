@@ -166,6 +166,17 @@ def test_b53_a_single_row_that_does_not_fit_stops_before_it(
     has_learned_the_same(config, roomy)
 
 
+def test_b53_a_model_that_does_not_fit_is_told_and_no_bug(
+    zygote: Zygote, make_config: MakeConfig, one_long: Path, roomy: RunConfig
+):
+    config = make_config(data=one_long, **B53)
+    message = failed(zygote.run(config, TOLD, TEST_MEMORY="0 loading"), 6, "oom")
+    assert message.startswith("The base model and its adapter do not fit into memory (CUDA out of memory.")
+    assert "Set model.quantization = 'nf4'" in message
+    finish(zygote.run(config))
+    has_learned_the_same(config, roomy)
+
+
 # --- B55: losses that are no numbers ---
 
 

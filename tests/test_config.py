@@ -522,6 +522,7 @@ def test_a_home_that_cannot_be_written_says_so(home: Path, monkeypatch: pytest.M
         ("train", "neftune_alpha", 5.0, {"staged": {"after_step": 3}}),
         ("lora", "modules_to_save", ["lm_head"], {"staged": {"after_step": 3}}),
         ("lora", "init", "pissa", {"adapter_precision": "model"}),
+        ("model", "precision", "float16", {"adapter_precision": "model"}),
     ],
 )
 def test_techniques_that_do_not_fit_are_refused(section: str, key: str, value: Any, technique: dict[str, Any]):

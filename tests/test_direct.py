@@ -92,6 +92,38 @@ def test_what_is_not_known_is_left_to_from_pretrained(
         direct.load(tmp_path, torch.float32, torch.device("cpu"))
 
 
+def test_a_model_that_is_not_whole_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """transformers' own loader draws what is missing at random, anew in every process, and goes on."""
+    from safetensors.torch import load_file, save_file
+
+    from hotlap.errors import ConfigError, CorruptFile
+    from hotlap.train import base
+
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_bytes())
+    whole, tensors = weights.read_bytes(), load_file(weights)
+
+    def refused(kind: type[Exception], words: str, **changes: Any) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        for is_direct in (False, True):
+            with pytest.raises(kind, match=words):
+                base.load_base(tmp_path, is_direct=is_direct)
+
+    lacking = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(lacking, weights, {"format": "pt"})
+    refused(CorruptFile, "1 tensors are not there in the model's size, as lm_head.weight")
+    weights.write_bytes(whole)
+    refused(CorruptFile, "6 tensors are not there in the model's size, as model.layers.0.mlp", intermediate_size=96)
+    refused(ConfigError, "makes no language model of .*model type `new9`", model_type="new9", architectures=["New"])
+    refused(ConfigError, "makes no language model of .*T5Config", model_type="t5")
+    weights.write_bytes(whole[:-100])
+    refused(CorruptFile, "cannot be read: .* Fetch or copy the model again")
+    weights.write_bytes(whole)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    base.load_base(tmp_path)
+
+
 def test_a_head_saved_beside_what_it_is_tied_to_is_told_and_loaded(families: dict[str, Path], tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file

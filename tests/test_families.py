@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import FAMILIES, WINDOW, make_family
+from families import FAMILIES, PLAINLY_ATTENDING, SCALING_LOGITS, WINDOW, make_family
 from fixtures_data import f4_conversations, write_jsonl
 from test_golden import finish
 from test_packing_loss import mean_loss, packed
@@ -15,14 +15,17 @@ from zygote import Zygote
 
 from hotlap import durable, runs
 from hotlap.config import LoraConfig, RunConfig
+from hotlap.errors import ConfigError
 from hotlap.runs import RunFolder
 
 pytestmark = pytest.mark.torch
 
+TRAINED = [*FAMILIES, *PLAINLY_ATTENDING, *SCALING_LOGITS]
+
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: make_family(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+    return {family: make_family(tmp_path_factory.mktemp(family), family) for family in TRAINED}
 
 
 def moved(folder: Path, seed: int = 1) -> Any:
@@ -40,7 +43,7 @@ def moved(folder: Path, seed: int = 1) -> Any:
     return ours
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_a_slice_is_trained_resumed_exactly_and_loaded_by_stock_peft(
     zygote: Zygote, families: dict[str, Path], f3: Path, tmp_path: Path, family: str
 ) -> None:
@@ -86,7 +89,7 @@ def results_of(config: RunConfig) -> dict[str, str]:
     return {file.name: durable.sha256_file(file) for file in files}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_b15_packed_rows_have_the_loss_of_the_examples_alone(
     families: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
@@ -103,7 +106,7 @@ def test_b15_packed_rows_have_the_loss_of_the_examples_alone(
     assert abs(naive - loss) > 1e-4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_an_example_alone_has_the_loss_of_the_stock_model(
     families: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
@@ -129,11 +132,49 @@ def test_an_example_alone_has_the_loss_of_the_stock_model(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_model_that_heeds_no_mask_is_refused(
+    zygote: Zygote, families: dict[str, Path], f3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = {"Bloom": "does not work here: ", "Phimoe": "does not work here: ", "Rwkv": "is not seen to keep examples"}
+    for name, words in why.items():
+        family = name.lower()
+        folder = make_family(tmp_path / family, family)
+        process = zygote.run(tiny_config(folder, f3, tmp_path / "runs", run=family, train__max_steps=1))
+        assert (process.status, process.result()["reason"]) == (2, "config"), process.talk()
+        assert f"{name}ForCausalLM cannot be trained here. A mask {words}" in process.result()["message"]
+
+    from hotlap.train import model
+
+    for family in ("llama", *PLAINLY_ATTENDING):
+        moved(families[family]).require_mask()
+    # The naive way: truth values, which plain attention adds to its scores.
+    monkeypatch.setattr(model, "as_summands", lambda mask, dtype: mask)
+    for family in PLAINLY_ATTENDING:
+        with pytest.raises(ConfigError, match=r"cannot be trained here\. A mask is not seen to keep examples"):
+            moved(families[family]).require_mask()
+
+
+def test_a_model_whose_logits_are_not_known_is_refused(
+    zygote: Zygote, families: dict[str, Path], f3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hotlap.train import model
+
+    for family in (*FAMILIES, *SCALING_LOGITS):
+        moved(families[family]).require_stock_logits()
+    config = tiny_config(families["granite"], f3, tmp_path / "runs", train__max_steps=1)
+    process = zygote.run(config, "patches:as_told", TEST_NAIVE="logits")
+    assert (process.status, process.result()["reason"]) == (2, "config"), process.talk()
+    assert "GraniteForCausalLM cannot be trained here. The model gives other logits" in process.result()["message"]
+    monkeypatch.setattr(model, "logit_scale_of", lambda _config: 1.0)
+    with pytest.raises(ConfigError, match="gives other logits than its output head makes"):
+        moved(families["cohere"]).require_stock_logits()
+
+
 def test_a_ready_mask_without_the_window_is_the_naive_way(families: dict[str, Path]) -> None:
     """transformers takes a mask of four dimensions as it is, so a window has to be in it already."""
     import torch
 
-    from hotlap.train import model
+    from hotlap.train import masks
 
     tokens_BT = torch.randint(0, 256, (1, 30), generator=torch.Generator().manual_seed(1))
     ones_BT = torch.ones_like(tokens_BT)
@@ -145,7 +186,7 @@ def test_a_ready_mask_without_the_window_is_the_naive_way(families: dict[str, Pa
             ours._window = None
             naive_BTV = ours.logits(ours.hidden(tokens_BT, ones_BT))
         assert not torch.allclose(naive_BTV, stock_BTV, atol=1e-3), family
-    near = model.masks_of(torch.tensor([[1] * 5 + [2] * 3]), model.Window(2, is_everywhere=True))
+    near = masks.masks_of(torch.tensor([[1] * 5 + [2] * 3]), masks.Window(2, is_everywhere=True))
     allowed = {(query, key) for query, key in itertools.product(range(8), repeat=2) if near[0, 0, query, key]}  # pyright: ignore
     assert allowed == {(0, 0), (1, 0), (1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3), (4, 4)} | {
         *((5, 5), (6, 5), (6, 6), (7, 6), (7, 7))

@@ -100,7 +100,7 @@ def test_examples_in_a_row_do_not_see_each_other(tiny_model: Path) -> None:
     """Two examples packed into a row have the hidden states they have alone; one causal mask over both has others."""
     import torch
 
-    from hotlap.train import model
+    from hotlap.train import masks, model
 
     ours = model.attach_lora(model.load_base(tiny_model), LoraConfig(rank=4), 0, "base")
     tokens_T = torch.randint(0, 256, (20,), generator=torch.Generator().manual_seed(2))
@@ -112,7 +112,7 @@ def test_examples_in_a_row_do_not_see_each_other(tiny_model: Path) -> None:
             alone_TD = ours.hidden(tokens_T[None, start:end], torch.ones(1, end - start, dtype=torch.int32))[0]
             torch.testing.assert_close(packed_TD[start:end], alone_TD, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(packed_TD[9:16], naive_TD[9:16], atol=1e-3)
-    assert model.positions_of(segments_T[None]).tolist() == [[*range(9), *range(7), *range(4)]]
+    assert masks.positions_of(segments_T[None]).tolist() == [[*range(9), *range(7), *range(4)]]
 
 
 def test_first_token_of_an_example_is_never_a_target() -> None:
@@ -241,9 +241,39 @@ def test_threads_and_versions_are_told(zygote: Zygote, make_config: Callable[...
     """Another number of threads goes on, and says that it is no longer bit for bit."""
     config = make_config(train__max_steps=6)
     process = zygote.start(config, "patches:as_told", {"TEST_WAIT_BEFORE": f"3 {tmp_path / 'never'}"})
-    process.wait_for("step", step=2)
+    process.wait_for("published")  # behind the first steps, so it may take longer than they do
     process.kill()
     process.wait()
     again = zygote.run(make_config(train__max_steps=6, slice__num_threads=2))
     assert again.status == 0
     assert "threads: 1 before, 2 now" in again.talk() and "not promised bit for bit" in again.talk()
+
+
+@pytest.mark.parametrize(
+    ("words", "is_memory"),
+    [
+        ("[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: can't allocate memory: you tried", True),
+        ("MPS backend out of memory (MPS allocated: 17.9 GB, other allocations: 1.2 MB, max allowed: 18.13 GB).", True),
+        ("CUDA error: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", False),
+    ],
+)
+def test_memory_runs_out_in_these_words(words: str, is_memory: bool) -> None:
+    """Libraries say it with a plain RuntimeError, in which half the rows help; another's is a bug."""
+    from hotlap.train.step import with_halving
+
+    tried: list[int] = []
+
+    def attempt(num_rows: int) -> int:
+        tried.append(num_rows)
+        if num_rows > 2:
+            raise RuntimeError(words)
+        return num_rows
+
+    if is_memory:
+        assert with_halving(attempt, 8, lambda _rows: None, "step 1") == 2 and tried == [8, 4, 2]
+        return
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        with_halving(attempt, 8, lambda _rows: None, "step 1")
+    assert tried == [8]

@@ -319,6 +319,43 @@ def digest(rendered: Sequence[Rendered]) -> str:
     return total.hexdigest()
 
 
+# --- the names in transformers ---
+
+_NUM_READ = """
+import sys
+from pathlib import Path
+read = []
+def see(event, given):
+    if event == "open" and "/transformers/models/" in str(given[0]) and str(given[0]).endswith(".py"):
+        read.append(given[0])
+sys.addaudithook(see)
+from hotlap.data.render import Renderer
+Renderer(Path(sys.argv[1]))
+num_read = len(read)
+import transformers
+assert "LlamaForCausalLM" in transformers.__all__ and transformers.LlamaConfig().model_type == "llama"
+print(num_read)
+"""
+
+
+def test_transformers_model_files_are_read_once_for_all_processes(tmp_path: Path) -> None:
+    """And again where what was kept is damaged, or was written by another version."""
+    folder = write_byte_tokenizer(tmp_path / "tokenizer")
+    argv = [sys.executable, "-W", "ignore", "-c", _NUM_READ, str(folder)]
+    env = {**os.environ, "HOTLAP_HOME": str(tmp_path / "home")}
+
+    def num_read() -> int:
+        return int(subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout)
+
+    assert num_read() > 1_000
+    (kept,) = (tmp_path / "home" / "cache").glob("transformers-*.json")
+    whole = kept.read_bytes()
+    assert num_read() < 10
+    kept.write_bytes(whole[:1_000])
+    assert num_read() > 1_000
+    assert json.loads(kept.read_bytes()) == json.loads(whole)
+
+
 # --- the real tokenizer ---
 
 

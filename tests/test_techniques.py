@@ -127,6 +127,88 @@ def test_fusing_holds_no_weight_twice(tiny_model: Path) -> None:
     assert held(TechniquesConfig(fused_projections=True)) == held(TechniquesConfig())
 
 
+@pytest.mark.parametrize(
+    "techniques", [{"fused_projections": True}, {"fused_projections": True, "prepacked_weights": True}]
+)
+@pytest.mark.parametrize("saved", ["mlp", "gate_proj", "k_proj"])
+def test_modules_that_train_in_full_are_not_joined(tiny_model: Path, saved: str, techniques: dict[str, bool]) -> None:
+    from hotlap.train import model
+
+    found: list[tuple[float, dict[str, Any]]] = []
+    for chosen in (TechniquesConfig(), TechniquesConfig(**techniques)):
+        lora = LoraConfig(rank=4, target_modules=("q_proj", "v_proj"), modules_to_save=(saved,))
+        adapted = model.attach_lora(model.load_base(tiny_model), lora, 0, "b", techniques=chosen)
+        found.append(loss_and_gradients(adapted))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    require_close(found[1][1], found[0][1])
+
+
+@pytest.mark.parametrize("is_prepacked", [False, True])
+def test_a_pass_that_runs_out_of_memory_leaves_nothing_behind(tiny_model: Path, is_prepacked: bool) -> None:
+    """Between gate and up, what is ready for up would keep all that the pass has computed, when memory is short."""
+    import gc
+    import weakref
+    from types import SimpleNamespace
+
+    import numpy as np
+    import torch
+
+    from hotlap.train import model, optim
+    from hotlap.train.step import Stepper
+
+    config = tiny_config(tiny_model, tiny_model, tiny_model, lora__dropout=0.0, train__micro_batch_rows=2)
+    techniques = TechniquesConfig(fused_projections=True, prepacked_weights=is_prepacked)
+    adapted = model.attach_lora(model.load_base(tiny_model), config.lora, 0, "b", techniques=techniques)
+    tokens_NT = np.arange(32, dtype=np.int32).reshape(2, 16)
+    dataset = SimpleNamespace(tokens_NT=tokens_NT, segments_NT=tokens_NT * 0 + 1, is_trained_NT=tokens_NT >= 0)
+    opened: Any = SimpleNamespace(
+        packing=SimpleNamespace(train=dataset),
+        order=SimpleNamespace(rows_of_step=lambda step: np.arange(2), num_steps=1),
+        identity=SimpleNamespace(seed=7, precision="float32"),
+    )
+    last: Any = adapted.layers[-1]
+    act, held = last.mlp.act_fn.forward, list[Any]()
+
+    def full(_gate: Any) -> Any:
+        assert held[0]() is not None
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def on_out_of_memory(_step: int, _num_rows: int) -> None:
+        gc.collect()
+        assert held[0]() is None
+        last.mlp.act_fn.forward = act
+
+    adapted.layers[0].register_forward_hook(lambda _layer, _given, output: held.append(weakref.ref(output)))
+    last.mlp.act_fn.forward = full
+    optimizer = optim.build(adapted.parameters, config.optim)
+    stepper = Stepper(adapted, optimizer, opened, config, on_out_of_memory)
+    assert stepper.forward_backward(1).loss is not None
+    assert stepper.micro_batch_rows == 1 and len(held) == 3
+
+
+@pytest.mark.parametrize("target", ["q_proj", "k_proj"])
+def test_a_linear_module_that_computes_otherwise_is_not_joined(tiny_model: Path, target: str) -> None:
+    """With an adapter on it, and without."""
+    import torch
+
+    from hotlap.train import model
+
+    class Doubling(torch.nn.Linear):
+        def forward(self, input: Any) -> Any:
+            return 2.0 * super().forward(input)
+
+    found: list[tuple[float, dict[str, Any]]] = []
+    for chosen in (TechniquesConfig(), TechniquesConfig(fused_projections=True, prepacked_weights=True)):
+        base: Any = model.load_base(tiny_model)
+        base.model.layers[0].self_attn.k_proj.__class__ = Doubling
+        lora = LoraConfig(rank=4, target_modules=(target, "v_proj"))
+        adapted = model.attach_lora(base, lora, 0, "b", techniques=chosen)
+        moved(adapted)
+        found.append(loss_and_gradients(adapted))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    require_close(found[1][1], found[0][1])
+
+
 def test_a_fused_model_gives_the_same_answer(tiny_model: Path) -> None:
     """Token by token with a cache, as the samples at an evaluation are made."""
     import torch
@@ -186,6 +268,36 @@ def num_products(adapted: Any, is_fused: bool) -> int:
     ]
     saved = sum(len(modules) - 1 for modules in _groups_of(decoder)) if is_fused else 0
     return len(frozen) - saved + 1
+
+
+@pytest.mark.parametrize(
+    ("lora", "is_fused"),
+    [
+        ({"dora": True}, False),
+        ({"dropout": 0.3}, False),
+        ({"rslora": True, "alpha": 5.0}, True),
+        ({"init": "pissa", "rslora": True}, True),
+    ],
+    ids=["dora", "dropout", "rslora", "pissa"],
+)
+def test_every_kind_of_adapter_is_added_to_what_is_laid_out(tiny_model: Path, lora: Any, is_fused: bool) -> None:
+    import torch
+
+    from hotlap.train import machine, model
+
+    all_of_them = TechniquesConfig(prepacked_weights=True, chunked_loss=True, fused_projections=is_fused)
+    found: list[tuple[float, dict[str, Any]]] = []
+    for techniques in (TechniquesConfig(), all_of_them):
+        base = model.load_base(tiny_model)
+        adapted = model.attach_lora(base, LoraConfig(rank=4, **lora), 0, "b", techniques=techniques)
+        with torch.no_grad():
+            for parameter in adapted.parameters.values():
+                parameter.add_(0.05 * torch.sin(torch.arange(parameter.numel())).view_as(parameter))
+        adapted.peft_model.train()
+        machine.seed(3)
+        found.append(loss_and_gradients(adapted))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    require_close(found[1][1], found[0][1])
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -358,6 +470,39 @@ def test_the_boundary_is_where_it_belongs_in_every_family(tmp_path: Path, family
     assert stage._kept == {}
 
 
+def test_what_frozen_layers_give_is_left_to_no_chance(tiny_model: Path, tmp_path: Path) -> None:
+    """Where the base model has dropout of its own, a slice that resumes in the second pass has no other numbers."""
+    import json
+
+    import torch
+
+    from hotlap.config_techniques import StagedConfig
+    from hotlap.data.order import Order
+    from hotlap.train import machine, model
+    from hotlap.train.staged import Stage
+
+    for file in tiny_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    fields = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "attention_dropout": 0.5}))
+    found: list[tuple[float, dict[str, Any]]] = []
+    for is_resumed in (False, True):
+        adapted = model.attach_lora(model.load_base(tmp_path), LoraConfig(rank=4), 0, "b")
+        moved(adapted)
+        adapted.peft_model.train()
+        stage = Stage(adapted, StagedConfig(after_step=1, tail_passes=2), Order(0, 2, 1, 5, 5, 1, 2))
+        stage.begin(torch.optim.AdamW([{"params": list(adapted.parameters.values())}]))
+        for step in (4,) if is_resumed else (2, 4):
+            machine.seed(step)
+            last = loss_and_gradients(adapted, stage.hidden_of(step, 1, 0))
+        found.append(last)
+        assert adapted.peft_model.training
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[1][1][name], gradient) for name, gradient in found[0][1].items())
+    machine.seed(5)
+    assert loss_and_gradients(adapted, stage.hidden_of(4, 1, 0))[0] != found[1][0]  # the layers above have it still
+
+
 def test_fused_and_staged_layers_may_be_recomputed(tiny_model: Path) -> None:
     """Gradient checkpointing runs a layer twice, and stops the second time as soon as it has what it needs."""
     import torch
@@ -384,6 +529,7 @@ def test_fused_and_staged_layers_may_be_recomputed(tiny_model: Path) -> None:
         assert all(torch.equal(found[name], expected[name]) for name in stage.active)
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # peft's word for GPT-2
 def test_what_cannot_be_staged_is_refused(tmp_path: Path) -> None:
     from hotlap.config_techniques import StagedConfig
     from hotlap.data.order import Order
@@ -392,7 +538,8 @@ def test_what_cannot_be_staged_is_refused(tmp_path: Path) -> None:
     from hotlap.train.staged import Stage
 
     order = Order(0, 2, 1, 5, 5, 1, 1)
-    for family, top_layers, reason in (("llama", 2, "2 layers"), ("gemma4", 1, "share keys and values")):
+    both = (("llama", 2, "2 layers"), ("gemma4", 1, "share keys and values"), ("gpt2", 1, "finds no layers"))
+    for family, top_layers, reason in both:
         adapted = model.attach_lora(model.load_base(make_family(tmp_path / family, family)), LoraConfig(), 0, "b")
         with pytest.raises(ConfigError, match=reason):
             Stage(adapted, StagedConfig(after_step=1, top_layers=top_layers), order)

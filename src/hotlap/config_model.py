@@ -22,6 +22,9 @@ class ModelConfig(Config):
     """With `nf4`: quantize its scales as well, which saves another 0.4 bits a weight."""
 
 
+FLOAT32 = ModelConfig(precision="float32")
+
+
 class LoraConfig(Config):
     rank: int = Field(default=16, ge=1)
     """Width of the low-rank update. Adapter size grows linearly with it."""
@@ -84,7 +87,8 @@ class OptimConfig(Config):
     """Share of the run over which `warmdown` falls. The other schedules ignore it."""
 
     final_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Learning rate at the last step, as a share of the peak. `constant` ignores it."""
+    """What the learning rate falls towards, as a share of the peak: it would be there one step behind the last.
+    `constant` ignores it."""
 
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)

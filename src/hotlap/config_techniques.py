@@ -87,6 +87,11 @@ class TechniquesConfig(Config):
             return "techniques.staged freezes lower layers; lora.modules_to_save may lie below or above them; take one"
         if self.adapter_precision == "model" and lora.init == "pissa":
             return "techniques.adapter_precision = 'model' would round what lora.init = 'pissa' took out of the base"
+        if self.adapter_precision == "model" and model.precision == "float16":
+            return (
+                "techniques.adapter_precision = 'model' keeps squares of gradients, and model.precision = 'float16' "
+                "makes 0 of those, so the first steps would be thousands of times too long; take one"
+            )
         return None
 
 

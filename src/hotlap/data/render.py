@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from hotlap.config_data import DataConfig
 from hotlap.data.examples import BadRow, Example, Message
+from hotlap.data.names import kept_names
 from hotlap.data.placeholders import unfilled
 from hotlap.data.turns import ChatTemplate, Text
 from hotlap.errors import BadData, MissingArtifact
@@ -56,7 +57,8 @@ class Renderer:
                 f"call save_pretrained to make one."
             )
         # Not AutoTokenizer: it imports torch, and this class reads tokenizer.json to the letter.
-        from transformers import PreTrainedTokenizerFast
+        with kept_names():
+            from transformers import PreTrainedTokenizerFast
 
         self._settings = settings or DataConfig()
         self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder, local_files_only=True)

@@ -18,7 +18,6 @@ import torch
 from transformers import AutoConfig
 
 from hotlap import durable
-from hotlap.config import ModelConfig
 from hotlap.errors import AuditFailed, ConfigError, ProofFailed, storage_errors
 from hotlap.export import prompts, proof, tensors, vocabulary
 from hotlap.export.rows import encoded
@@ -213,7 +212,7 @@ def check(source: Path, target: Path, allowed: float, say: Say) -> dict[str, flo
         ProofFailed: the file, loaded back, is another model or has another tokenizer.
     """
     asked = encoded(source)[:8]
-    before = proof.logits_of(load_base(source, ModelConfig(precision="float32")), asked)
+    before = proof.logits_of(load_base(source), asked)
     model, tokenizer, _ = convert.read(target)
     after = proof.logits_of(model, asked)
     error = proof.error(after, before) / float(torch.cat([each.flatten() for each in before]).std())

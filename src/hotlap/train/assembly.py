@@ -8,11 +8,12 @@ import torch
 
 from hotlap import artifacts
 from hotlap.data.render import Renderer
-from hotlap.errors import AuditFailed, ConfigError
-from hotlap.train import attention, model, optim, prepacked
+from hotlap.errors import AuditFailed, ConfigError, OutOfMemory
+from hotlap.train import attention, direct, model, optim, prepacked
 from hotlap.train.context import Context
 from hotlap.train.kernels import use_kernels
 from hotlap.train.opening import OpenedRun
+from hotlap.train.step import is_out_of_memory
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """What the result needs besides if its base model has to grow: stock PEFT looks there for how many rows that are."""
@@ -23,7 +24,21 @@ def assemble(opened: OpenedRun, context: Context) -> tuple[model.AdaptedModel, t
 
     Raises:
         ConfigError: the settings do not fit the model, the machine, or the adapter of a warm start.
+        OutOfMemory: the model does not fit into memory.
     """
+    try:
+        return _assembled(opened, context)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        words = str(error).partition("\n")[0]
+    raise OutOfMemory(
+        f"The base model and its adapter do not fit into memory ({words}). Set model.quantization = 'nf4' or "
+        f"model.precision = 'bfloat16', which start a run of their own, or take a machine with more."
+    )
+
+
+def _assembled(opened: OpenedRun, context: Context) -> tuple[model.AdaptedModel, torch.optim.Optimizer]:
     config, identity = context.config, opened.identity
     num_tokens = num_tokens_needed(opened)
     settings = config.model.model_copy(update={"precision": identity.precision})
@@ -47,6 +62,8 @@ def assemble(opened: OpenedRun, context: Context) -> tuple[model.AdaptedModel, t
     if config.lora.init_from is not None:
         _warm_start(adapted, Path(config.lora.init_from))
     _choose_attention(adapted, identity.precision, context)
+    if base.config.model_type not in direct.FAMILIES:
+        adapted.require_stock_logits()
     if config.slice.gradient_checkpointing:
         adapted.recompute_activations()
     return adapted, optim.build(adapted.parameters, config.optim)
@@ -61,7 +78,9 @@ def _choose_attention(adapted: model.AdaptedModel, precision: str, context: Cont
         except ConfigError as error:
             if wanted != "auto":
                 raise
-            why = f"{error} A mask blocks attention between packed examples now."
+            kernel, why = "mask", f"{error} A mask blocks attention between packed examples now."
+    if kernel == "mask":
+        adapted.require_mask()
     if why is not None:
         context.say(why)
 

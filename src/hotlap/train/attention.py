@@ -8,6 +8,7 @@ is the layout, and a check that examples are apart before a step is made.
 
 # B rows, T positions, N tokens of all rows that are no padding, E examples, H heads, D model or head width
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,9 @@ IMPLEMENTATIONS = {"flash": "flash_attention_2", "flex": "flex_attention", "exam
 
 FLAT = ("flash", "examples")
 """Those that are handed a `Flat`."""
+
+_ROUNDING = 0.05
+_CHANGED = 2
 
 
 def choose_kernel(wanted: str, device: str, precision: str, is_flash_here: bool) -> tuple[str, str | None]:
@@ -170,15 +174,33 @@ def flex_mask(segments_BT: torch.Tensor, window: int | None = None) -> BlockMask
     return create_block_mask(sees, num_B, None, num_T, num_T, device=segments_BT.device)  # pyright: ignore[reportArgumentType]
 
 
-def keeps_examples_apart(hidden: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], device: torch.device) -> bool:
-    """Whether another token in a row's first example leaves what is computed of its second one as it was, and changes
-    what is computed of its own. `hidden(tokens_BT, segments_BT)` is the model."""
+Hidden = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""`hidden(tokens_BT, segments_BT)` of a model."""
+
+
+def keeps_examples_apart(hidden: Hidden, device: torch.device) -> bool:
+    """Whether another token in a row's first example leaves what is computed of earlier ones and of the second example
+    as it was, bit for bit, and changes what is computed of its own."""
+    second, earlier, own = _changes(hidden, device)
+    return bool(own.any()) and not bool(second.any()) and not bool(earlier.any())
+
+
+def heeds_mask(hidden: Hidden, device: torch.device) -> bool:
+    """The same in most tokens, but for rounding: where int8 finds its outliers, and which expert computes what with
+    what, depends on all tokens together."""
+    second, earlier, own = (float(change.median()) for change in _changes(hidden, device))
+    # A model that computes no numbers is for the first step to tell.
+    return not math.isfinite(own) or max(second, earlier) <= _ROUNDING * own
+
+
+def _changes(hidden: Hidden, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How far another token moves what is computed of the row's second example, of tokens before it, and of those of
+    its own example from it on."""
     segments_BT = torch.tensor([[1] * 5 + [2] * 6 + [0] * 2, [1] * 9 + [2] * 4], device=device)
     tokens_BT = torch.arange(segments_BT.numel(), device=device).reshape(segments_BT.shape) % 11
     changed_BT = tokens_BT.clone()
-    changed_BT[:, 2] += 1
+    changed_BT[:, _CHANGED] += 1
     with torch.no_grad():
-        one, other = hidden(tokens_BT, segments_BT), hidden(changed_BT, segments_BT)
-    is_second = segments_BT == 2
-    is_own = (segments_BT == 1) & (torch.arange(segments_BT.shape[1], device=device) >= 2)
-    return torch.equal(one[is_second], other[is_second]) and not torch.equal(one[is_own], other[is_own])
+        moved_BT = (hidden(tokens_BT, segments_BT) - hidden(changed_BT, segments_BT)).float().norm(dim=-1)
+    is_earlier_BT = (torch.arange(segments_BT.shape[1], device=device) < _CHANGED).expand_as(segments_BT)
+    return moved_BT[segments_BT == 2], moved_BT[is_earlier_BT], moved_BT[(segments_BT == 1) & ~is_earlier_BT]

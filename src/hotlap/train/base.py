@@ -1,18 +1,18 @@
 """The frozen base model: loaded in the precision that was chosen, quantized if asked, grown for added tokens."""
 
+import importlib.metadata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from hotlap.config import ModelConfig
-from hotlap.errors import ConfigError
+from hotlap.config_model import FLOAT32, ModelConfig
+from hotlap.errors import ConfigError, CorruptFile
 from hotlap.train import direct, probe
 
 _BLOCK = 64
-
-FLOAT32 = ModelConfig(precision="float32")
 
 # V rows of an embedding, D model width
 
@@ -44,12 +44,22 @@ def load_base(
     `say` is told where not.
 
     Raises:
-        ConfigError: it is to be quantized, and cannot be here.
+        ConfigError: it is to be quantized, and cannot be here; or transformers knows no such language model.
+        CorruptFile: its weights cannot be read, or are not all there.
     """
-    if settings.quantization:
-        model: Any = _load_quantized(folder, settings)
-    else:
-        model = _load_plain(folder, dtype_of(settings), say, is_direct)
+    try:
+        if settings.quantization:
+            model: Any = _load_quantized(folder, settings)
+        else:
+            model = _load_plain(folder, dtype_of(settings), say, is_direct)
+    except SafetensorError as error:
+        raise CorruptFile(f"Weights in {folder} cannot be read: {error}. Fetch or copy the model again.") from error
+    except ValueError as error:
+        why = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"transformers {importlib.metadata.version('transformers')} makes no language model of {folder}: {why} "
+            f"Name another model, or install a version that knows it."
+        ) from error
     grow(model, num_tokens)
     return model.requires_grad_(False)
 
@@ -82,7 +92,17 @@ def _from_pretrained(folder: Path, **options: Any) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, use_safetensors=True, **options)
+    # What the files lack would be drawn at random, and anew in every slice.
+    given = {"local_files_only": True, "use_safetensors": True, "ignore_mismatched_sizes": True, **options}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **given)
+    model, report = loaded
+    lacking = sorted([*report["missing_keys"], *(str(key) for key, *_ in report["mismatched_keys"])])
+    if lacking:
+        raise CorruptFile(
+            f"The weights in {folder} are not those of its config.json: {len(lacking)} tensors are not there in the "
+            f"model's size, as {lacking[0]}. Fetch or copy the model again."
+        )
+    return model
 
 
 def _keep_as_quantized(model: torch.nn.Module) -> None:

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 
-# Module, configuration and model class by `model_type`, as transformers' auto classes choose them.
-_FAMILIES = {
+FAMILIES = {
     "llama": ("llama", "LlamaConfig", "LlamaForCausalLM"),
     "mistral": ("mistral", "MistralConfig", "MistralForCausalLM"),
     "qwen2": ("qwen2", "Qwen2Config", "Qwen2ForCausalLM"),
@@ -24,6 +23,7 @@ _FAMILIES = {
     "gemma3_text": ("gemma3", "Gemma3TextConfig", "Gemma3ForCausalLM"),
     "gemma4": ("gemma4", "Gemma4Config", "Gemma4ForConditionalGeneration"),
 }
+"""Module, configuration and model class by `model_type`, as transformers' auto classes choose them."""
 
 
 class NotDirect(Exception):
@@ -46,11 +46,11 @@ def load(folder: Path, dtype: torch.dtype, device: torch.device) -> torch.nn.Mod
         NotDirect: it is no model that we know, or its files hold other tensors than it has.
     """
     whole = json.loads((folder / "config.json").read_bytes())
-    if whole.get("model_type") not in _FAMILIES:
+    if whole.get("model_type") not in FAMILIES:
         raise NotDirect(f"models of type {whole.get('model_type')!r} are not known")
     if "quantization_config" in whole:
         raise NotDirect("the weights are quantized already")
-    module, config_name, class_name = _FAMILIES[whole["model_type"]]
+    module, config_name, class_name = FAMILIES[whole["model_type"]]
     if whole.get("architectures") not in (None, [class_name]):
         raise NotDirect(f"{whole['architectures']} is not {class_name}")
     # Of this family only: the auto classes import what they would choose from.

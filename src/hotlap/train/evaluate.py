@@ -22,6 +22,7 @@ class Evaluator:
         """`check_time` may give up by raising between batches."""
 
         def halve(num_rows: int) -> None:
+            self._model.forget()
             self._micro_batch_rows = num_rows
             on_out_of_memory(num_rows)
 

@@ -4,7 +4,7 @@ Every adapted module keeps its own A and B as parameters, under the names that P
 are computed changes. So checkpoints, optimizer state and the finished adapter are those of the plain model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
 
 from hotlap.errors import ConfigError
-from hotlap.train.prepacked import GroupProduct, Layouts, Member
+from hotlap.train.prepacked import Layouts, Member, lay_out, outputs_of
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules that their parent gives one input, in every decoder family that we support."""
@@ -21,59 +21,69 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # B rows, T positions, I inputs, O outputs of all modules of a group, R their ranks together
 
 
-class _Group:
+class Group:
     """Linear modules of one input. Whichever is called first computes them all; the others find their part ready."""
 
     def __init__(self, modules: list[Any], layouts: Layouts | None) -> None:
-        self.plain = [_plain_of(module) for module in modules]
+        self.plain: list[torch.nn.Linear] = [_plain_of(module) for module in modules]
         self._weight_OI, self._bias_O = _joined(self.plain)
         self._members = [_member_of(module, linear) for module, linear in zip(modules, self.plain, strict=True)]
-        self._prepacked = layouts and GroupProduct(self._members, self._weight_OI, self._bias_O, layouts)
+        self._laid_out = layouts and lay_out(self._members, self._weight_OI, self._bias_O, layouts)
         self._input: torch.Tensor | None = None
         self._ready: dict[int, torch.Tensor] = {}
+        for place, module in enumerate(modules):
+            module.forward = _Output(self, place)
 
     def output(self, place: int, input_BTI: torch.Tensor) -> torch.Tensor:
         """`[B, T, outputs]` of the module in that place."""
         if self._input is not input_BTI or place not in self._ready:
-            self._ready = dict(enumerate((self._prepacked or self._outputs)(input_BTI)))
+            self._ready = dict(enumerate(self._outputs(input_BTI)))
             self._input = input_BTI
         output = self._ready.pop(place)
         if not self._ready:
             self._input = None  # or the whole graph of a step would be kept until the next
         return output
 
-    def _outputs(self, input_BTI: torch.Tensor) -> Iterator[torch.Tensor]:
+    def forget(self) -> None:
+        """Let go of what a pass that was broken off left ready: all that it had computed hangs on it."""
+        self._input = None
+        self._ready = {}
+
+    def _outputs(self, input_BTI: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self._laid_out is not None:
+            return outputs_of(self._members, self._laid_out, input_BTI)
         base_BTO = F.linear(input_BTI, self._weight_OI, self._bias_O)
         bases = base_BTO.split([member.num_outputs for member in self._members], dim=-1)
         inner: list[torch.Tensor] = [member.inner for member in self._members if member.inner is not None]
         if not inner:
-            yield from bases
-            return
+            return bases
         low_BTR = F.linear(input_BTI, inner[0] if len(inner) == 1 else torch.cat(inner))
         lows = iter(low_BTR.split([each.shape[0] for each in inner], dim=-1))
-        for member, base in zip(self._members, bases, strict=True):
-            if member.outer is None:
-                yield base
-                continue
-            low = next(lows)
-            # Product, scale and sum in one pass over the outputs.
-            sum_NO = torch.addmm(base.flatten(0, -2), low.flatten(0, -2), member.outer.t(), alpha=member.scale)
-            yield sum_NO.view(base.shape)
+        return [
+            base if member.outer is None else _plus(base, next(lows), member.outer, member.scale)
+            for member, base in zip(self._members, bases, strict=True)
+        ]
+
+
+def _plus(base_BTO: torch.Tensor, low_BTR: torch.Tensor, outer_OR: torch.Tensor, scale: float) -> torch.Tensor:
+    """Product, scale and sum in one pass over the outputs."""
+    sum_NO = torch.addmm(base_BTO.flatten(0, -2), low_BTR.flatten(0, -2), outer_OR.t(), alpha=scale)
+    return sum_NO.view(base_BTO.shape)
 
 
 class _Output:
     """Stands in for a module's `forward`."""
 
-    def __init__(self, group: _Group, place: int) -> None:
+    def __init__(self, group: Group, place: int) -> None:
         self._group, self._place = group, place
 
     def __call__(self, input_BTI: torch.Tensor) -> torch.Tensor:
         return self._group.output(self._place, input_BTI)
 
 
-def fuse(model: PeftModel, layouts: Layouts | None = None) -> list[torch.nn.Module]:
-    """Change how the decoder's linear modules are computed. Returns those of the base that are. With `layouts` their
-    weights are laid out, as `prepacked` does it.
+def fuse(model: PeftModel, layouts: Layouts | None = None) -> list[Group]:
+    """Change how the decoder's linear modules are computed. With `layouts` their weights are laid out, as `prepacked`
+    does it.
 
     Raises:
         ConfigError: none of its layers has projections of one input by the names that we know.
@@ -85,13 +95,7 @@ def fuse(model: PeftModel, layouts: Layouts | None = None) -> list[torch.nn.Modu
             f"techniques.fused_projections: no layer of this model has {' and '.join(_TOGETHER[0])}, or "
             f"{' and '.join(_TOGETHER[1])}, as separate modules. Leave it out."
         )
-    computed: list[torch.nn.Module] = []
-    for modules in groups:
-        group = _Group(modules, layouts)
-        computed += group.plain
-        for place, module in enumerate(modules):
-            module.forward = _Output(group, place)
-    return computed
+    return [Group(modules, layouts) for modules in groups]
 
 
 def _groups_of(decoder: torch.nn.Module) -> Iterator[list[Any]]:
@@ -104,16 +108,19 @@ def _groups_of(decoder: torch.nn.Module) -> Iterator[list[Any]]:
             if len(modules) > 1:
                 taken |= set(map(id, modules))
                 yield modules
-    yield from ([module] for module in decoder.modules() if isinstance(module, LoraLinear) and id(module) not in taken)
+    adapted = (module for module in decoder.modules() if isinstance(module, LoraLinear) and _is_ours(module))
+    yield from ([module] for module in adapted if id(module) not in taken)
 
 
 def _is_ours(module: Any) -> bool:
-    return isinstance(module, LoraLinear) or type(module) is torch.nn.Linear
+    """A subclass may compute something else, and one that is trained in full has to stay where the optimizer finds
+    it."""
+    linear = _plain_of(module)
+    return type(linear) is torch.nn.Linear and not linear.weight.requires_grad
 
 
-def _plain_of(module: Any) -> torch.nn.Linear:
-    linear: Any = module.base_layer if isinstance(module, LoraLinear) else module
-    return linear
+def _plain_of(module: Any) -> Any:
+    return module.base_layer if isinstance(module, LoraLinear) else module
 
 
 def _member_of(module: Any, linear: torch.nn.Linear) -> Member:

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import child
-from hotlap.config import ModelConfig
+from hotlap.config_model import FLOAT32, ModelConfig
 from hotlap.data.readers import Message
 from hotlap.data.render import Renderer
 from hotlap.errors import DONE, AuditFailed, BadData, HotlapError
 from hotlap.train.channel import events, say
 from hotlap.train.lean import lean_imports
-
-_FLOAT32 = ModelConfig(precision="float32")
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Order:
     max_new_tokens: int
     chat_template: Path | None = None
     system: str | None = None
-    settings: ModelConfig = _FLOAT32
+    settings: ModelConfig = FLOAT32
 
     def messages(self, prompt: str) -> list[Message]:
         asked = [Message("user", prompt)]
@@ -48,7 +46,7 @@ def main() -> None:
     adapter = fields["adapter"] and Path(fields["adapter"])
     template = fields.get("chat_template") and Path(fields["chat_template"])
     place, prompts, longest = Path(fields["model_folder"]), fields["prompts"], fields["max_new_tokens"]
-    settings = ModelConfig(**fields["model"]) if "model" in fields else _FLOAT32
+    settings = ModelConfig(**fields["model"]) if "model" in fields else FLOAT32
     order = Order(place, adapter, prompts, longest, template, fields.get("system"), settings)
     try:
         for each in answers(order):

@@ -4,29 +4,20 @@ transformers and PEFT import these for features of theirs that we do not touch, 
 While they are imported, optional packages are as if not installed, and torch as if built without them, both of which
 they allow for; the compiler's decorators, which say how to compile a function, are left off. Afterwards everything can
 be imported as ever.
-
-And transformers looks through the source of its 1,600 model files for the names in them whenever it is imported; what
-it found is kept in `$HOTLAP_HOME/cache/`, by its version and the time of its last change.
 """
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import importlib.metadata
 import importlib.util
-import json
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hotlap import durable
-from hotlap.config import hotlap_home
-from hotlap.errors import StorageFailed
+from hotlap.data.names import TRIED_TRANSFORMERS, kept_names
 
-TRIED_VERSIONS = {"torch": ("2.13.",), "transformers": ("5.24.",), "peft": ("0.21.",)}
+TRIED_VERSIONS = {"torch": ("2.13.",), "transformers": TRIED_TRANSFORMERS, "peft": ("0.21.",)}
 """What this is known to be right for. With others, imports are plain."""
 
 _DYNAMO = "torch._dynamo"
@@ -56,15 +47,14 @@ def lean_imports() -> Generator[None]:
     sys.modules.update({**stand_ins, **hidden})  # type: ignore[arg-type]  (None is how Python hides a module)
     torch.distributed.is_available = lambda: False
     torch.compiler.disable = _unchanged  # type: ignore[assignment]
-    sys.meta_path.insert(0, finder := _KeptNames())
     _forget_what_is_installed()  # a tokenizer may have asked
     try:
-        yield
+        with kept_names():
+            yield
         # PEFT asks again when it wraps layers, and remembers the first answer.
         importlib.import_module("peft.import_utils").is_bnb_available()
     finally:
         torch.distributed.is_available, torch.compiler.disable = is_distributed, disable
-        sys.meta_path.remove(finder)
         for name in (_DYNAMO, _WRAPPED, *hidden):
             sys.modules.pop(name, None)
         _forget_what_is_installed()
@@ -109,63 +99,3 @@ def _package(parent: str, name: str) -> ModuleType:
     module = ModuleType(f"{parent}.{name}")
     module.__path__ = [f"{place}/{name}" for place in spec.submodule_search_locations]
     return module
-
-
-# --- the names in transformers ---
-
-_Names = dict[frozenset[str], dict[str, set[str]]]
-"""By the packages that they need: names by module."""
-
-
-class _KeptNames(importlib.abc.MetaPathFinder):
-    """Finds one module of transformers', and has its function that looks for names remember them."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "transformers.utils.import_utils":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            return None
-        run = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            module.define_import_structure = _remembering(module.define_import_structure)  # type: ignore[attr-defined]
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def _remembering(look: Callable[..., _Names]) -> Callable[..., _Names]:
-    def names(module_path: str, prefix: str | None = None) -> _Names:
-        if prefix != "models":
-            return look(module_path, prefix)
-        changed_at = Path(module_path).stat().st_mtime_ns
-        version = importlib.metadata.version("transformers")
-        path = hotlap_home() / "cache" / f"transformers-{version}-{changed_at:x}.json"
-        if (kept := _read(path)) is not None:
-            return kept
-        found = look(module_path, prefix)
-        _keep(path, found)
-        return found
-
-    return names
-
-
-def _read(path: Path) -> _Names | None:
-    try:
-        rows = json.loads(path.read_bytes())
-        return {frozenset(needs): {name: set(each) for name, each in modules.items()} for needs, modules in rows}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None
-
-
-def _keep(path: Path, names: _Names) -> None:
-    rows = [[sorted(needs), {name: sorted(each) for name, each in modules.items()}] for needs, modules in names.items()]
-    try:
-        durable.make_dirs(path.parent)
-        durable.replace(path, json.dumps(rows).encode())
-    except StorageFailed:  # it is looked for again the next time
-        return

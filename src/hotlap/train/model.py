@@ -2,8 +2,8 @@
 
 import json
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save
 from hotlap.config import LoraConfig
 from hotlap.config_techniques import TechniquesConfig, chunk_positions
 from hotlap.errors import AuditFailed, ConfigError
-from hotlap.train import attention, machine
-from hotlap.train.base import decoder_linears, is_linear, load_base
-from hotlap.train.fused import fuse
+from hotlap.train import attention, machine, targets
+from hotlap.train.base import load_base
+from hotlap.train.fused import Group, fuse
 from hotlap.train.loss import Head
+from hotlap.train.masks import FULL, SLIDING, as_summands, masks_of, positions_of, sliding_window_of
 from hotlap.train.optim import Named
 from hotlap.train.prepacked import Layouts, prepack
 
@@ -27,7 +28,7 @@ __all__ = ["AdaptedModel", "attach_lora", "load_base"]
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 _PLAIN = TechniquesConfig()
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_ROUNDING = 0.1
 
 # B rows, T positions, D model width, N positions that predict, V vocabulary
 
@@ -39,9 +40,15 @@ class AdaptedModel:
     """
 
     def __init__(
-        self, peft_model: PeftModel, neftune_alpha: float | None = None, techniques: TechniquesConfig = _PLAIN
+        self,
+        peft_model: PeftModel,
+        neftune_alpha: float | None = None,
+        techniques: TechniquesConfig = _PLAIN,
+        groups: Sequence[Group] = (),
     ) -> None:
+        """`groups`: what `fuse` made of its modules."""
         self.peft_model = peft_model
+        self._groups = groups
         causal_lm: Any = peft_model.get_base_model()
         self._text_config: Any = causal_lm.config.get_text_config()
         self._decoder: torch.nn.Module = causal_lm.get_decoder()
@@ -49,6 +56,7 @@ class AdaptedModel:
         self._dtype: torch.dtype = causal_lm.dtype
         self.device: torch.device = causal_lm.device
         self._window = sliding_window_of(self._text_config)
+        self._logit_scale = logit_scale_of(self._text_config)
         self.loss_chunk = chunk_positions(self._text_config.vocab_size) if techniques.chunked_loss else None
         self.saved: Named = _named_as_saved(peft_model)
         last = {id(parameter): name for name, parameter in sorted(self.saved.items())}
@@ -61,8 +69,8 @@ class AdaptedModel:
 
     @property
     def layers(self) -> list[torch.nn.Module]:
-        """The decoder's layers, from the input to the output."""
-        return list(self._decoder.layers)  # pyright: ignore[reportArgumentType]
+        """The decoder's layers, from the input to the output; none where its family calls them otherwise."""
+        return list(getattr(self._decoder, "layers", ()))
 
     @property
     def layers_share(self) -> bool:
@@ -88,18 +96,27 @@ class AdaptedModel:
             self._lengths_BT = flat.lengths_1N
             return flat.spread(self._decoded(flat.gathered(tokens_BT), flat.arguments_for(self._kernel)))
         self._lengths_BT = (segments_BT[:, :, None] == segments_BT[:, None, :]).sum(dim=-1)
-        mask = self._flex_mask(segments_BT) if self._kernel == "flex" else masks_of(segments_BT, self._window)
+        mask = self._flex_mask(segments_BT) if self._kernel == "flex" else self._mask(segments_BT)
         return self._decoded(tokens_BT, {"attention_mask": mask, "position_ids": positions_BT})
 
     def _decoded(self, tokens_BT: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         with self.autocast():
             return self._decoder(input_ids=tokens_BT, use_cache=False, **arguments).last_hidden_state
 
+    def _mask(self, segments_BT: torch.Tensor) -> Any:
+        mask = masks_of(segments_BT, self._window)
+        return as_summands(mask, self._dtype) if self._text_config._attn_implementation == "eager" else mask
+
     def _flex_mask(self, segments_BT: torch.Tensor) -> Any:
         if self._window is None:
             return attention.flex_mask(segments_BT)
         near = attention.flex_mask(segments_BT, self._window.size)
-        return near if self._window.is_everywhere else {_FULL: attention.flex_mask(segments_BT), _SLIDING: near}
+        return near if self._window.is_everywhere else {FULL: attention.flex_mask(segments_BT), SLIDING: near}
+
+    def forget(self) -> None:
+        """Let go of what a pass that was broken off has computed."""
+        for group in self._groups:
+            group.forget()
 
     def use_kernel(self, kernel: str) -> None:
         """Attend with a kernel of `attention.IMPLEMENTATIONS` instead of with a mask.
@@ -108,21 +125,62 @@ class AdaptedModel:
             ConfigError: it does not work here, or is not seen to keep examples apart; a mask does it as before.
         """
         causal_lm: Any = self.peft_model.get_base_model()
-        before, was_training = causal_lm.config._attn_implementation, self.peft_model.training
-        self.peft_model.eval()
-        problem = "is not seen to keep examples of a row apart"
-        try:
+        before = causal_lm.config._attn_implementation
+
+        def is_apart() -> bool:
             causal_lm.set_attn_implementation(attention.IMPLEMENTATIONS[kernel])
             self._kernel = kernel
-            if attention.keeps_examples_apart(self.hidden, self.device):
-                return
-        except (ImportError, ValueError, RuntimeError, TypeError) as error:
-            problem = f"does not work here: {str(error).partition(chr(10))[0]}"
-        finally:
-            self.peft_model.train(was_training)
+            return attention.keeps_examples_apart(self.hidden, self.device)
+
+        if (problem := self._problem(is_apart)) is None:
+            return
         causal_lm.set_attn_implementation(before)
         self._kernel = "mask"
         raise ConfigError(f"Attention kernel {kernel!r} {problem}. Set slice.attention_kernel = 'mask'.")
+
+    def require_mask(self) -> None:
+        """
+        Raises:
+            ConfigError: this model does not heed a mask that says who sees whom.
+        """
+        if problem := self._problem(lambda: attention.heeds_mask(self.hidden, self.device)):
+            raise ConfigError(f"{self._cannot} A mask {problem}. Take a model of another family.")
+
+    def require_stock_logits(self) -> None:
+        """
+        Raises:
+            ConfigError: this model makes other logits of a row than those that are trained here.
+        """
+        tokens_1T = torch.arange(13, device=self.device)[None] % 11
+
+        def is_same() -> bool:
+            with torch.no_grad(), self.autocast():
+                stock_1TV = self.peft_model(input_ids=tokens_1T, use_cache=False).logits.float()
+                odd_1TV = self.logits(self.hidden(tokens_1T, torch.ones_like(tokens_1T))) - stock_1TV
+            # One that computes no numbers is for the first step to tell.
+            return not float(odd_1TV.norm() / stock_1TV.norm()) > _ROUNDING
+
+        if problem := self._problem(is_same, "gives other logits than its output head makes of its hidden states"):
+            raise ConfigError(f"{self._cannot} The model {problem}. Take one of another family.")
+
+    @property
+    def _cannot(self) -> str:
+        return f"{type(self.peft_model.get_base_model()).__name__} cannot be trained here."
+
+    def _problem(
+        self, holds: Callable[[], bool], if_not: str = "is not seen to keep examples of a row apart"
+    ) -> str | None:
+        """Why something is not known to hold of the model, as if it answered, in words, or None."""
+        was_training = self.peft_model.training
+        self.peft_model.eval()
+        try:
+            return None if holds() else if_not
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  (a model that nobody tried here fails in any way)
+            return f"does not work here: {str(error).partition(chr(10))[0]}"
+        finally:
+            self.peft_model.train(was_training)
 
     @property
     def head(self) -> Head:
@@ -135,7 +193,8 @@ class AdaptedModel:
 
     def _uncapped(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         with self.autocast():
-            return self._lm_head(hidden_ND)
+            logits_NV = self._lm_head(hidden_ND)
+            return logits_NV if self._logit_scale == 1.0 else logits_NV * self._logit_scale
 
     def recompute_activations(self) -> None:
         """Keep no activations of a layer; compute them again in the backward pass, random numbers included."""
@@ -161,6 +220,13 @@ class AdaptedModel:
         most_BT = self._neftune_alpha / (self._lengths_BT * output_BTD.shape[-1]).sqrt()
         noise_BTD = torch.empty_like(output_BTD).uniform_(-1.0, 1.0)
         return output_BTD + noise_BTD * most_BT[:, :, None].to(output_BTD.dtype)
+
+
+def logit_scale_of(text_config: Any) -> float:
+    """What logits are multiplied with behind the output head: Cohere says so, and Granite by what they are divided."""
+    scale: float | None = getattr(text_config, "logit_scale", None)
+    divisor: float | None = getattr(text_config, "logits_scaling", None)
+    return (scale or 1.0) / (divisor or 1.0)
 
 
 def config_json(fields: dict[str, Any]) -> bytes:
@@ -191,13 +257,13 @@ def attach_lora(
         r=config.rank,
         lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=config.dropout,
-        target_modules=_targets(base, config),
+        target_modules=targets.modules_of(base, config),
         use_rslora=config.rslora,
         use_dora=config.dora,
         init_lora_weights="pissa" if config.init == "pissa" else True,
-        modules_to_save=_modules_to_save(base, config),
-        trainable_token_indices=_trained_rows(base, new_rows) if new_rows else None,  # pyright: ignore[reportArgumentType]
-        ensure_weight_tying=bool(_tied_names(base) & set(config.modules_to_save)),
+        modules_to_save=targets.saved_whole(base, config),
+        trainable_token_indices=targets.trained_rows(base, new_rows) if new_rows else None,  # pyright: ignore[reportArgumentType]
+        ensure_weight_tying=bool(targets.tied_names(base) & set(config.modules_to_save)),
         task_type="CAUSAL_LM",
     )
     base.name_or_path = base_name  # type: ignore[assignment]  (where peft takes it from)
@@ -216,115 +282,10 @@ def attach_lora(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(precision)
     layouts = Layouts() if techniques.prepacked_weights else None
-    done = fuse(model, layouts) if techniques.fused_projections else []
+    groups = fuse(model, layouts) if techniques.fused_projections else []
     if layouts is not None:
-        prepack(model, done, layouts)
-    return AdaptedModel(model, neftune_alpha, techniques)
-
-
-def _targets(base: Any, config: LoraConfig) -> str | list[str]:
-    """As the user wrote them; of a model with other towers beside the text decoder, the decoder's own by full name."""
-    inside = decoder_linears(base)
-    head = base.get_output_embeddings()
-    outside = [module for name, module in base.named_modules() if is_linear(module) and name not in set(inside)]
-    names = config.target_modules
-    if not isinstance(names, str) and (found := sorted(_tied_names(base) & set(names))):
-        raise ConfigError(
-            f"lora.target_modules names {found[0]}, and this model's input embedding and output head are one "
-            f"tensor: merging would change both. Leave it out, or train it in full with lora.modules_to_save."
-        )
-    if all(module is head for module in outside):
-        return names if isinstance(names, str) else list(names)
-    chosen = [name for name in inside if isinstance(names, str) or any(_ends_in(name, each) for each in names)]
-    if not chosen:
-        raise ConfigError(f"lora.target_modules = {names!r}: the text decoder has no linear module of that name.")
-    return chosen
-
-
-def _modules_to_save(base: torch.nn.Module, config: LoraConfig) -> list[str] | None:
-    for wanted in config.modules_to_save:
-        if not any(_ends_in(name, wanted) for name, _ in base.named_modules()):
-            raise ConfigError(f"lora.modules_to_save names {wanted}, and the model has no such module.")
-    return list(config.modules_to_save) or None
-
-
-def _trained_rows(base: Any, rows: list[int]) -> dict[str, list[int]]:
-    # PEFT gives tied tensors one set of trained rows by itself.
-    return dict.fromkeys(_embedding_names(base)[: 1 if _tied_names(base) else 2], rows)
-
-
-def _tied_names(base: Any) -> set[str]:
-    """Names of input embedding and output head if they are one tensor, else none."""
-    is_tied = base.get_input_embeddings().weight is base.get_output_embeddings().weight
-    return set(_embedding_names(base)) if is_tied else set()
-
-
-def _embedding_names(base: Any) -> list[str]:
-    modules = (base.get_input_embeddings(), base.get_output_embeddings())
-    return [_name_in(base, module).rpartition(".")[2] for module in modules]
-
-
-def _name_in(base: torch.nn.Module, wanted: torch.nn.Module) -> str:
-    return next(name for name, module in base.named_modules() if module is wanted)
-
-
-def _ends_in(name: str, wanted: str) -> bool:
-    return name == wanted or name.endswith(f".{wanted}")
-
-
-# --- who sees whom ---
-
-
-@dataclass(frozen=True)
-class Window:
-    """How far back a token sees, itself included, in the layers that slide, or in every layer of a model without
-    layer types (`is_everywhere`)."""
-
-    size: int
-    is_everywhere: bool
-
-
-def sliding_window_of(text_config: Any) -> Window | None:
-    """
-    Raises:
-        ConfigError: the model attends in a way for which we have no mask.
-    """
-    kinds: set[str] = set(getattr(text_config, "layer_types", None) or ())
-    if unknown := kinds - {_FULL, _SLIDING}:
-        raise ConfigError(
-            f"This model has layers of {sorted(unknown)}, and rows of several examples are not safe in them."
-        )
-    size: int | None = getattr(text_config, "sliding_window", None)
-    if kinds:
-        return Window(size, is_everywhere=False) if size is not None and _SLIDING in kinds else None
-    return Window(size, is_everywhere=True) if size is not None else None
-
-
-def masks_of(segments_BT: torch.Tensor, window: Window | None) -> torch.Tensor | dict[str, torch.Tensor]:
-    """`block_mask`, and the same within a window for the layers that slide. Transformers takes a ready mask as it is
-    and adds no window of its own to it."""
-    mask_BQTT = block_mask(segments_BT)
-    if window is None:
-        return mask_BQTT
-    near_TT = torch.ones_like(mask_BQTT[0, 0]).triu(diagonal=1 - window.size)
-    return mask_BQTT & near_TT if window.is_everywhere else {_FULL: mask_BQTT, _SLIDING: mask_BQTT & near_TT}
-
-
-def positions_of(segments_BT: torch.Tensor) -> torch.Tensor:
-    """Positions that restart at 0 with every example of a row."""
-    num_T = segments_BT.shape[1]
-    index_BT = torch.arange(num_T, device=segments_BT.device).expand_as(segments_BT)
-    begins_BT = torch.ones_like(segments_BT, dtype=torch.bool)
-    begins_BT[:, 1:] = segments_BT[:, 1:] != segments_BT[:, :-1]
-    return index_BT - torch.where(begins_BT, index_BT, 0).cummax(dim=1).values
-
-
-def block_mask(segments_BT: torch.Tensor) -> torch.Tensor:
-    """`[B, 1, T, T]`, true where a query may look at a key: earlier or itself, and of the same example."""
-    num_T = segments_BT.shape[1]
-    causal_TT = torch.ones(num_T, num_T, dtype=torch.bool, device=segments_BT.device).tril()
-    same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
-    return (same_BTT & causal_TT)[:, None]
+        prepack(model, [linear for group in groups for linear in group.plain], layouts)
+    return AdaptedModel(model, neftune_alpha, techniques, groups)
 
 
 def _named_as_saved(model: PeftModel) -> Named:

@@ -81,56 +81,62 @@ class Member:
         return self.weight_OI.shape[0]
 
 
-class GroupProduct:
-    """Linear modules of one input with their adapters: the base's product once for all, and each adapter's added to it
-    where it lies."""
+@dataclass(frozen=True)
+class LaidOut:
+    """The frozen weights of a group: all of them together, and each by itself for the gradient of the inputs."""
 
-    def __init__(
-        self, members: Sequence[Member], weight_OI: torch.Tensor, bias_O: torch.Tensor | None, layouts: Layouts
-    ) -> None:
-        """`weight_OI`, `bias_O`: those of all members, one under another."""
-        self.sizes = [member.num_outputs for member in members]
-        self.adapted = [place for place, member in enumerate(members) if member.inner is not None]
-        self.scales = [members[place].scale for place in self.adapted]
-        self.onward = layouts.onward(weight_OI)
-        self.backs = [layouts.back(member.weight_OI) for member in members]
-        self.bias_O = None if bias_O is None else bias_O.detach()
-        self._parameters = [members[place].inner for place in self.adapted]
-        self._parameters += [members[place].outer for place in self.adapted]
-
-    def __call__(self, input_BTI: torch.Tensor) -> Sequence[torch.Tensor]:
-        """`[..., outputs]` of each member."""
-        apply: Callable[..., Sequence[torch.Tensor]] = _Group.apply
-        return apply(self, input_BTI, *self._parameters)
+    onward: torch.Tensor
+    backs: tuple[torch.Tensor, ...]
+    bias_O: torch.Tensor | None
 
 
-class _Group(torch.autograd.Function):
-    """Of the input and the A's and B's of a group's adapters."""
+def lay_out(
+    members: Sequence[Member], weight_OI: torch.Tensor, bias_O: torch.Tensor | None, layouts: Layouts
+) -> LaidOut:
+    """`weight_OI`, `bias_O`: those of all members, one under another."""
+    backs = tuple(layouts.back(member.weight_OI) for member in members)
+    return LaidOut(layouts.onward(weight_OI), backs, None if bias_O is None else bias_O.detach())
+
+
+def outputs_of(members: Sequence[Member], laid_out: LaidOut, input_BTI: torch.Tensor) -> Sequence[torch.Tensor]:
+    """`[..., outputs]` of each member: the base's product once for all, and each adapter's added to it where it
+    lies."""
+    inners = [member.inner for member in members if member.inner is not None]
+    outers = [member.outer for member in members if member.outer is not None]
+    apply: Callable[..., Sequence[torch.Tensor]] = _WithAdapters.apply
+    return apply(members, laid_out, input_BTI, *inners, *outers)
+
+
+class _WithAdapters(torch.autograd.Function):
+    """Of the input and the A's and B's of the members that have LoRA."""
 
     @staticmethod
-    def forward(ctx: Any, group: GroupProduct, input_BTI: torch.Tensor, *both: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, members: Sequence[Member], laid_out: LaidOut, input_BTI: torch.Tensor, *both: torch.Tensor
+    ) -> Any:
         input_NI = input_BTI.reshape(-1, input_BTI.shape[-1])
-        base_NO = _times(input_NI, group.onward, group.bias_O)
-        outputs = base_NO.split(group.sizes, dim=-1)
-        inners, outers = both[: len(group.adapted)], both[len(group.adapted) :]
+        base_NO = _times(input_NI, laid_out.onward, laid_out.bias_O)
+        outputs = base_NO.split([member.num_outputs for member in members], dim=-1)
+        inners, outers = both[: len(both) // 2], both[len(both) // 2 :]
         low_NR = input_NI @ torch.cat(inners).t() if inners else input_NI[:, :0]
-        lows = low_NR.split([inner.shape[0] for inner in inners], dim=-1) if inners else ()
-        for place, low, outer, scale in zip(group.adapted, lows, outers, group.scales, strict=True):
-            outputs[place].addmm_(low, outer.t(), alpha=scale)
-        ctx.group = group
+        lows = low_NR.split([len(inner) for inner in inners], dim=-1) if inners else ()
+        adapted = [place for place, member in enumerate(members) if member.inner is not None]
+        for place, low, outer in zip(adapted, lows, outers, strict=True):
+            outputs[place].addmm_(low, outer.t(), alpha=members[place].scale)
+        ctx.members, ctx.adapted, ctx.laid_out = members, adapted, laid_out
         ctx.save_for_backward(input_NI, low_NR, *both)
         return tuple(output.view(*input_BTI.shape[:-1], -1) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *outer_gradients: torch.Tensor) -> Any:
-        group: GroupProduct = ctx.group
         input_NI, low_NR, *both = ctx.saved_tensors
-        inners, outers = both[: len(group.adapted)], both[len(group.adapted) :]
+        inners, outers = both[: len(both) // 2], both[len(both) // 2 :]
         gradients = [each.reshape(len(input_NI), -1) for each in outer_gradients]
         to_outers: list[torch.Tensor] = []
         to_lows: list[torch.Tensor] = []
         first = 0
-        for place, inner, outer, scale in zip(group.adapted, inners, outers, group.scales, strict=True):
+        for place, inner, outer in zip(ctx.adapted, inners, outers, strict=True):
+            scale: float = ctx.members[place].scale
             low = low_NR[:, first : first + len(inner)]
             first += len(inner)
             to_outers.append((low.t() @ gradients[place]).t().mul_(scale))
@@ -138,12 +144,12 @@ class _Group(torch.autograd.Function):
         to_low_NR = torch.cat(to_lows, dim=-1) if to_lows else low_NR
         to_inners = (to_low_NR.t() @ input_NI).split([len(inner) for inner in inners]) if inners else ()
         to_input = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[2]:
             to_input = to_low_NR @ torch.cat(inners) if inners else torch.zeros_like(input_NI)
-            for gradient, back in zip(gradients, group.backs, strict=True):
+            for gradient, back in zip(gradients, ctx.laid_out.backs, strict=True):
                 to_input = _times_and_sum(gradient, back, to_input)
             to_input = to_input.view(*outer_gradients[0].shape[:-1], -1)
-        return None, to_input, *to_inners, *to_outers
+        return None, None, to_input, *to_inners, *to_outers
 
 
 def why_not(model: torch.nn.Module) -> str | None:

@@ -31,6 +31,8 @@ class Stage:
         """
         self._adapted, self._config, self._order = adapted, config, order
         layers = adapted.layers
+        if not layers:
+            raise ConfigError("techniques.staged finds no layers in this family of models. Leave it out.")
         first = len(layers) - config.top_layers
         if first < 1:
             raise ConfigError(
@@ -93,8 +95,13 @@ class Stage:
             seen.append(given_BTD)
             return given_BTD
 
-        with _giving(self._above, see):
-            self._adapted.hidden(tokens_BT, segments_BT)
+        # A base model's own dropout would be drawn anew by a slice that resumes, and from another step's numbers.
+        self._adapted.peft_model.eval()
+        try:
+            with _giving(self._above, see):
+                self._adapted.hidden(tokens_BT, segments_BT)
+        finally:
+            self._adapted.peft_model.train()
         return seen[0]
 
 

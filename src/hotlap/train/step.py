@@ -26,6 +26,8 @@ _FLOAT16_LOSS_SCALE = 2.0**12
 """Small gradients of activations are below what float16 can hold. A power of two, so it is taken out exactly; and a
 constant, since one that adapts would be a state of the run."""
 
+_NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
 
 @dataclass(frozen=True)
 class StepLoss:
@@ -130,6 +132,7 @@ class Stepper:
             return self._accumulate(step, [rows[i : i + num_rows] for i in range(0, len(rows), num_rows)])
 
         def halve(num_rows: int) -> None:
+            self._model.forget()
             if self._stage is not None:
                 self._stage.forget()
             self.micro_batch_rows = num_rows
@@ -228,11 +231,12 @@ def with_halving(
                 f"= true, which goes on with this one."
             )
         num_rows //= 2
+        on_halved(num_rows)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        on_halved(num_rows)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Torch on a CPU says it with a plain RuntimeError."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+    """Torch on a CPU or on MPS, and the libraries of CUDA, say it with a plain RuntimeError."""
+    is_plain = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    return is_plain or isinstance(error, (torch.OutOfMemoryError, MemoryError))
