@@ -119,12 +119,16 @@ class ModalProvider:
         Raises:
             UsageError: the SDK is not installed.
             NoPermission: it has no token.
+            ProviderFailed: Modal does not answer.
         """
         self._sdk = sdk()
         self._settings, self._create_s = settings, create_s
         self._readers: dict[str, _Reader] = {}
         self._opened = contextlib.ExitStack()
-        self._client: Any = self._opened.enter_context(client())
+        try:
+            self._client: Any = self._opened.enter_context(client())
+        except self._sdk.exception.Error as error:
+            raise definite(error, "answer") from None
 
     @property
     def traits(self) -> Traits:

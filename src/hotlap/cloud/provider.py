@@ -145,6 +145,12 @@ class Machine:
         return self.lease_id is not None and self.name == NAME_PREFIX + self.lease_id
 
     @property
+    def running_price(self) -> int | None:
+        """What an hour of it costs while it runs. One that stands still may cost its disk only, which says nothing of
+        the hours before."""
+        return None if self.state in ("exited", "error", "terminated") else self.usd_micros_per_hour
+
+    @property
     def is_doubtful(self) -> bool:
         return not self.is_ours and (self.lease_id is not None or self.name.startswith(NAME_PREFIX))
 

@@ -92,8 +92,9 @@ def box_volume(volume_id: str, settings: CloudConfig) -> BoxVolume | None:
     return BoxVolume(SshProvider(settings.ssh)) if volume_id == BOX_VOLUME else None
 
 
-def configured(settings: CloudConfig) -> list[Provider]:
-    """Every provider that this environment can reach: a sweep looks at all of them."""
+def configured(settings: CloudConfig) -> list[str]:
+    """Every provider that this environment has an address and a key for: a sweep looks at all of them. Each is opened
+    by itself, for one that does not open must not spare the machines of the others."""
     from hotlap.cloud import modal
 
     is_reached = {
@@ -102,7 +103,7 @@ def configured(settings: CloudConfig) -> list[Provider]:
         "runpod": bool(os.environ.get("RUNPOD_API_KEY")),
         "modal": modal.has_token(),
     }
-    return [open_provider(name, settings) for name in NAMES if is_reached[name]]
+    return [name for name in NAMES if is_reached[name]]
 
 
 def all_traits() -> list[Traits]:

@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,8 @@ def machine_of(entry: Mapping[str, Any], now_s: float) -> Machine:
     state = _STATES.get(str(entry.get("status")), "unknown")
     env = entry.get("env")
     # One without a date counts as new, so that its own tag alone dates its end.
-    tags = read_tags(env if isinstance(env, dict) else None, now_s if created_s is None else created_s)
+    words = {name: value for name, value in env.items() if isinstance(value, str)} if isinstance(env, dict) else None
+    tags = read_tags(words, now_s if created_s is None else created_s)
     problems = list(tags.problems)
     if created_s is None:
         problems.append("its date of creation cannot be read")
@@ -194,9 +195,19 @@ def machine_of(entry: Mapping[str, Any], now_s: float) -> Machine:
     )
 
 
-def machines_in(entries: Sequence[Mapping[str, Any]], now_s: float) -> list[Machine]:
-    """A machine may move from page to page while they are read; it is listed once."""
-    return list({machine.machine_id: machine for machine in (machine_of(entry, now_s) for entry in entries)}.values())
+def machines_in(entries: Sequence[Mapping[str, Any]], now_s: float) -> tuple[list[Machine], int]:
+    """The machines, and how many entries are none that could be named. A machine may move from page to page while they
+    are read; it is listed once."""
+    found: dict[str, Machine] = {}
+    num_nameless = 0
+    for entry in entries:
+        try:
+            machine = machine_of(entry, now_s)
+        except ProviderFailed:
+            num_nameless += 1
+        else:
+            found[machine.machine_id] = machine
+    return list(found.values()), num_nameless
 
 
 def _micros(dollars: object) -> int | None:
@@ -229,9 +240,11 @@ def offers_in(entry: Mapping[str, Any], regions: Sequence[str] = ()) -> list[Off
 
 def _moment(text: object) -> float | None:
     try:
-        return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
+        moment = datetime.fromisoformat(text) if isinstance(text, str) else None
     except ValueError:
         return None
+    # Without a time zone it is the server's, not that of the computer that reads it.
+    return moment and (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def moment_in(headers: Mapping[str, str]) -> float | None:

@@ -50,6 +50,9 @@ class Seen:
     """When the provider last gave the log: before that, silence says nothing."""
 
     was_listed: bool = False
+    is_late: bool = False
+    """Whether the provider's clock says that its time is over: ours may have stood still, as in a closed laptop."""
+
     machine: Machine | None = None
     missing_since_s: float | None = None
     result: dict[str, Any] | None = None
@@ -78,8 +81,9 @@ def hear(seen: Seen, lines: Sequence[str], nonce: str, at_s: float) -> Seen:
     return seen
 
 
-def see(seen: Seen, machine: Machine | None, at_s: float) -> Seen:
+def see(seen: Seen, machine: Machine | None, at_s: float, is_late: bool = False) -> Seen:
     """Take in a full listing in which the machine is, or is not."""
+    seen = replace(seen, is_late=is_late)
     if machine is None or machine.state == "terminated":
         since = at_s if seen.missing_since_s is None else seen.missing_since_s
         return replace(seen, machine=None, missing_since_s=since)
@@ -107,13 +111,22 @@ def _end_by_listing(seen: Seen, plan: Plan, now_s: float) -> End | None:
     return None
 
 
-def _end_by_time(seen: Seen, plan: Plan, now_s: float) -> End | None:
+def over_by_s(seen: Seen, plan: Plan) -> float:
+    """When a machine is over as far as is known now, though nothing more is heard of it."""
     if seen.booted_s is None:
-        if now_s >= plan.provisioning_s:
+        return plan.provisioning_s
+    return min(seen.booted_s + plan.cap_s + plan.grace_s, plan.ttl_s)
+
+
+def _end_by_time(seen: Seen, plan: Plan, now_s: float) -> End | None:
+    if seen.is_late:
+        return End("overran", "its time is over by the provider's clock")
+    if now_s >= over_by_s(seen, plan):
+        if seen.booted_s is None:
             return End("provisioning", f"its job did not begin within {plan.provisioning_s:.0f} s")
-        return None
-    if now_s >= min(seen.booted_s + plan.cap_s + plan.grace_s, plan.ttl_s):
         return End("overran", f"its job did not end by its cap of {plan.cap_s:.0f} s")
+    if seen.booted_s is None:
+        return None
     assert seen.heard_s is not None and seen.answered_s is not None
     if seen.answered_s - seen.heard_s >= _MISSED_BEATS * HEARTBEAT_S:
         return End("silent", f"it said nothing for {seen.answered_s - seen.heard_s:.0f} s")
