@@ -17,14 +17,16 @@ from money import make_lease
 from stage import CAP_S, CREATE, DELETE, LIST, LOGS, OWNER, REAPER_PERIOD_S, Killed, Life, Stage
 
 from hotlap import durable
-from hotlap.cli import cli
-from hotlap.cloud import launcher, launches, runpod
+from hotlap.cli import cli, doctor_money
+from hotlap.cloud import forewords, launcher, launches, modal, reaper, runpod, watch
+from hotlap.cloud.local import TRAITS as LOCAL_TRAITS
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.proof import Evidence, Patience, last_bill
 from hotlap.cloud.provider import Machine, Provider, Start, Tags
 from hotlap.cloud.runpod import Runpod
 from hotlap.cloud.runpod_shapes import machine_of, machines_in
 from hotlap.config import CloudConfig
+from hotlap.config_cloud import DEFAULT_IMAGE
 from hotlap.errors import ConfigError, ProviderFailed, StorageFailed, Survivors
 from hotlap.testing.containers import Job
 from hotlap.testing.faults import Fault
@@ -278,6 +280,52 @@ def test_a_provider_that_does_not_open_spares_no_machine_of_another(
     swept = CliRunner().invoke(cli, ["reap", "--json"])
     assert isinstance(swept.exception, Survivors) and "the pass over runpod broke off" in str(swept.exception)
     assert provider.machines().machines == () and "planted-secret" not in swept.output + str(swept.exception)
+
+
+# --- what is said before ---
+
+
+@pytest.mark.parametrize(
+    ("line", "is_over"),
+    [
+        ("[system] error pulling image: manifest for a@sha256:0 not found: manifest unknown: manifest unknown", True),
+        ("[system] pull access denied for a, repository does not exist or may require login", True),
+        ("[system] error pulling image: net/http: TLS handshake timeout", False),  # it is tried again
+        ("manifest unknown", False),  # the machine's own words
+    ],
+)
+def test_an_image_that_does_not_exist_is_not_waited_for(line: str, is_over: bool) -> None:
+    plan = watch.Plan(provisioning_s=150.0, cap_s=100.0, ttl_s=300.0)
+    seen = watch.hear(watch.Seen(), [line], "n", 5.0)
+    end = watch.end_of(seen, plan, 6.0)
+    assert (end is not None and end.kind == "provisioning" and "--image" in end.message) is is_over
+    booted = watch.hear(seen, ['HOTLAP: {"event": "boot", "boot_id": "b", "nonce": "n"}'], "n", 7.0)
+    assert watch.end_of(booted, plan, 8.0) is None
+
+
+def test_a_reaper_without_the_key_is_none(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, now_s = CloudConfig(), time.time()
+    monkeypatch.setenv("RUNPOD_API_KEY", "planted-secret")
+    monkeypatch.setenv("HOTLAP_RUNPOD_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(runpod.Runpod, "key_scope", lambda _self: "it opens pods")
+    for looked_at, is_watched in (["local"], False), (["local", "runpod"], True):
+        reaper.leave_sign([reaper.Report(name) for name in looked_at], now_s)
+        problems: list[str] = []
+        found = doctor_money.examine(problems)
+        assert found and found["reaper"]["is_active"] is is_watched and (problems == []) is is_watched
+        row = dict(doctor_money.rows(found))["reaper"]
+        assert ("NOT active" in row and "did not look at runpod" in row) is not is_watched
+        said = forewords.unwatched_in_words(runpod.TRAITS, settings)
+        assert (said is None) is is_watched and (is_watched or "none of this home looked at runpod" in str(said))
+    assert forewords.unwatched_in_words(LOCAL_TRAITS, settings) is None  # it keeps its time without one
+
+
+def test_an_image_nobody_has_pulled_is_told_as_that() -> None:
+    said = forewords.image_in_words(runpod.TRAITS, DEFAULT_IMAGE)
+    assert said and "ended as soon as the log says so, after 150 s at the latest" in said
+    assert "nothing is made" in str(forewords.image_in_words(modal.TRAITS, DEFAULT_IMAGE))
+    assert forewords.image_in_words(runpod.TRAITS, "mine@sha256:0") is None
+    assert forewords.image_in_words(LOCAL_TRAITS, None) is None
 
 
 # --- hotlap stop ---

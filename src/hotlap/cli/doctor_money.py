@@ -7,8 +7,6 @@ from typing import Any
 
 from hotlap import clock, errors
 
-_MISSED_PERIODS = 3
-
 
 def examine(problems: list[str]) -> dict[str, Any] | None:
     """The guards, as JSON values; None where the limits cannot be read, which is a problem told elsewhere."""
@@ -18,18 +16,22 @@ def examine(problems: list[str]) -> dict[str, Any] | None:
         settings = load_cloud()
     except errors.HotlapError:
         return None
+    from hotlap.cloud import forewords, runpod
+
     has_key, reaper = bool(os.environ.get("RUNPOD_API_KEY")), _reaper(settings)
     found: dict[str, Any] = {
         "ledger": _ledger(settings, problems),
         "reaper": reaper,
+        "image": forewords.image_in_words(runpod.TRAITS, settings.runpod.image),
         "key": _key(problems) if has_key else "no key, so nothing but this machine can be rented",
         "serving_guard": _serving_guard(settings),
         "worst_loss": _worst_loss(settings),
     }
-    if has_key and not reaper["is_active"]:
+    if reaper["unwatched"]:
         problems.append(
-            "There is a key to rent with, and no reaper was seen lately, so nobody ends a machine whose launcher died. "
-            "Run: hotlap reap --install-cron"
+            f"There is a key to rent with at {', '.join(reaper['unwatched'])}, and no reaper was seen lately that has "
+            f"one too, so nobody ends a machine whose launcher died. Run: hotlap reap --install-cron, and put the key "
+            f"into reaper.env as it says"
         )
     return found
 
@@ -57,12 +59,22 @@ def _ledger(settings: Any, problems: list[str]) -> dict[str, Any]:
 
 
 def _reaper(settings: Any) -> dict[str, Any]:
-    from hotlap.cloud.reaper import last_sign
+    from hotlap.cloud.reaper import is_watched, last_sign
+    from hotlap.cloud.rental import all_traits, configured
 
-    sign = last_sign()
-    age_s = None if sign is None else max(0.0, clock.wall_s() - sign["at_s"])
-    is_active = age_s is not None and age_s <= _MISSED_PERIODS * settings.reaper.period_minutes * 60.0
-    return {"age_s": age_s, "is_active": is_active, "was_clean": sign["is_clean"] if sign else None}
+    sign, now_s = last_sign(), clock.wall_s()
+    reached = configured(settings)
+    unwatched = [
+        traits.name
+        for traits in all_traits()
+        if traits.name in reached and not traits.has_hard_ttl and not is_watched(traits.name, settings, now_s)
+    ]
+    return {
+        "age_s": None if sign is None else max(0.0, now_s - sign["at_s"]),
+        "is_active": is_watched("local", settings, now_s) and not unwatched,
+        "unwatched": unwatched,
+        "was_clean": sign["is_clean"] if sign else None,
+    }
 
 
 def _serving_guard(settings: Any) -> str:
@@ -112,7 +124,12 @@ def rows(found: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
         yield "reaper", "never seen here; to have it run: hotlap reap --install-cron"
     else:
         state = "active" if reaper["is_active"] else "NOT active"
-        yield "reaper", f"{state}, seen {reaper['age_s'] / 60:.0f} minutes ago"
+        where = f"; it did not look at {', '.join(reaper['unwatched'])}" if reaper["unwatched"] else ""
+        rest = "" if reaper["was_clean"] else "; something was left then: hotlap reap tells what"
+        yield "reaper", f"{state}, seen {reaper['age_s'] / 60:.0f} minutes ago{where}{rest}"
+    if found["image"]:
+        name, _, said = found["image"].partition(": ")
+        yield name, said
     yield "key", found["key"]
     yield "guard", found["serving_guard"]
     for row in found["worst_loss"]:

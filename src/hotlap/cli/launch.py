@@ -115,7 +115,7 @@ class _Asked:
 
 def _launch(asked: _Asked) -> int:
     from hotlap.cli import launch_offers, launch_work
-    from hotlap.cloud import launches, rental
+    from hotlap.cloud import forewords, launches, rental
     from hotlap.cloud.ledger import Ledger
     from hotlap.config import load_cloud
 
@@ -139,12 +139,13 @@ def _launch(asked: _Asked) -> int:
         return _tell(asked.as_json, run, 0, "done", "there is nothing to be prepared", [])
     if asked.job == "research" and asked.config is not None:
         click.echo(launch_work.session_in_words(asked.config, work, offers, place), err=True)
-    if said := rental.prices_in_words(asked.provider, cloud):
-        click.echo(said, err=True)
+    _say(forewords.prices_in_words(asked.provider, cloud), forewords.image_in_words(provider.traits, image))
     worst = rental.worst_case(offers, work.jobs(num_slices), provider, cloud)
+    unwatched = forewords.unwatched_in_words(provider.traits, cloud)
     if asked.dry_run:
+        _say(unwatched)
         return _tell_worst(worst, run, asked.as_json)
-    click.echo(_in_words(worst, asked.provider, worst.num_machines), err=True)
+    _say(_in_words(worst, asked.provider, worst.num_machines), unwatched)
     launches.require_no_other(run)
     if asked.detach:
         return _leave_behind(run, asked.as_json)
@@ -298,6 +299,11 @@ def _leave_behind(run: str, as_json: bool) -> int:
         click.echo(f"it talks in {log}", err=True)
     process.returncode = 0  # left behind on purpose
     return 0
+
+
+def _say(*said: str | None) -> None:
+    for text in filter(None, said):
+        click.echo(text, err=True)
 
 
 def _tell_worst(worst: "WorstCase", run: str, as_json: bool) -> int:

@@ -18,6 +18,9 @@ from hotlap.errors import ProviderFailed
 
 NAME_PREFIX = "hotlap-"
 LINE_PREFIX = "HOTLAP: "
+PLATFORM_PREFIX = "[system] "
+"""Before what the platform says, and not the machine."""
+
 MAX_TTL_S = 24 * 3600
 """A longest life no tag can exceed; one that claims more is not believed."""
 

@@ -284,11 +284,21 @@ def require_clean(reports: Sequence[Report]) -> None:
 # --- the sign of life that doctor looks for ---
 
 
+_MISSED_PERIODS = 3
+
+
+def is_watched(provider: str, settings: CloudConfig, now_s: float) -> bool:
+    """Whether a pass of this home saw that provider's machines lately. One without a key to it leaves a sign too."""
+    sign = last_sign()
+    longest_s = _MISSED_PERIODS * settings.reaper.period_minutes * 60.0
+    return sign is not None and provider in sign["providers"] and now_s - sign["at_s"] <= longest_s
+
+
 def leave_sign(reports: Sequence[Report], at_s: float) -> None:
     durable.make_dirs(hotlap_home())
     fact = {
         "at_s": at_s,
-        "providers": [each.provider for each in reports],
+        "providers": [each.provider for each in reports if each.failure is None],
         "is_clean": all(r.is_clean for r in reports),
     }
     durable.replace(hotlap_home() / "reaper.json", durable.canonical_json(fact).encode())

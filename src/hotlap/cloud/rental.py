@@ -25,7 +25,7 @@ from hotlap.cloud.ssh import VOLUME as BOX_VOLUME
 from hotlap.cloud.ssh import BoxVolume, SshProvider
 from hotlap.cloud.volume import Volume
 from hotlap.cloud.watch import Plan
-from hotlap.config import CloudConfig, RunConfig, hotlap_home
+from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import (
     INTERRUPTED,
     OVERRAN,
@@ -181,16 +181,6 @@ def image_of(traits: Traits, named: str | None, settings: CloudConfig) -> str | 
             f"`docker buildx imagetools inspect {image.partition('@')[0]}` tells the digest."
         )
     return image
-
-
-def prices_in_words(provider: str, settings: CloudConfig) -> str | None:
-    """Where prices come from that the provider does not tell itself. None: it does."""
-    if provider != "modal":
-        return None
-    return (
-        f"Modal tells no prices: these are of {settings.modal.prices_as_of}, as {hotlap_home() / 'cloud.toml'} has "
-        f"them. Compare them with modal.com/pricing"
-    )
 
 
 def local_job(config: RunConfig, traits: Traits) -> Job:

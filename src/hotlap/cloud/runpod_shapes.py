@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hotlap.cloud import boot
-from hotlap.cloud.provider import Machine, Offer, Start, State, Tags, read_tags
+from hotlap.cloud.provider import PLATFORM_PREFIX, Machine, Offer, Start, State, Tags, read_tags
 from hotlap.config_cloud import DEFAULT_IMAGE, DEFAULT_IMAGE_CUDA
 from hotlap.errors import (
     AmbiguousCreate,
@@ -284,7 +284,7 @@ class EventReader:
         try:
             event = json.loads(data)
             # What the platform says, such as why an image is not pulled, must not pass for the machine's own words.
-            self.lines.append(("" if event["source"] == "container" else "[system] ") + str(event["line"]))
+            self.lines.append(("" if event["source"] == "container" else PLATFORM_PREFIX) + str(event["line"]))
         except (ValueError, KeyError, TypeError):
             return
         self.cursor = ident or self.cursor
