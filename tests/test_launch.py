@@ -24,7 +24,7 @@ from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.proof import Patience
 from hotlap.cloud.reaper import Reaper
-from hotlap.cloud.secrecy import redactor
+from hotlap.secrecy import redactor
 from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import BudgetRefused, HotlapError, Survivors
 from hotlap.testing.fake_runpod import FakeRunpod

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,15 +114,21 @@ class _Asked:
 
 
 def _launch(asked: _Asked) -> int:
-    from hotlap.cli import launch_offers, launch_work
-    from hotlap.cloud import forewords, launches, rental
-    from hotlap.cloud.ledger import Ledger
+    from hotlap.cloud import rental
     from hotlap.config import load_cloud
 
     settings, cloud = asked.settings(), load_cloud()
     asked = replace(asked, volume_id=rental.volume_of(asked.provider, asked.volume_id))
     rental.require_slices(asked.num_slices)
-    provider = rental.open_provider(asked.provider, cloud)
+    with closing(rental.open_provider(asked.provider, cloud)) as provider:
+        return _launch_on(provider, asked, settings, cloud)
+
+
+def _launch_on(provider: "Provider", asked: _Asked, settings: "RunConfig | None", cloud: "CloudConfig") -> int:
+    from hotlap.cli import launch_offers, launch_work
+    from hotlap.cloud import forewords, launches, rental
+    from hotlap.cloud.ledger import Ledger
+
     if asked.shows_offers:
         return launch_offers.show(settings, provider, asked.where(), asked.as_json)
     ledger = Ledger(cloud)

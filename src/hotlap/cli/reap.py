@@ -40,8 +40,8 @@ def reap(dry_run: bool, all_owners: bool, install_cron: bool, as_json: bool) -> 
     from hotlap.cloud import reaper, rental
     from hotlap.cloud.ledger import Ledger
     from hotlap.cloud.proof import Patience
-    from hotlap.cloud.secrecy import redactor
     from hotlap.config import load_cloud
+    from hotlap.secrecy import redactor
 
     settings = load_cloud()
     if install_cron:

@@ -42,7 +42,7 @@ _STAYS = re.compile(
 _GOES = re.compile(r"(cloud/(__init__|bundle|errand|provider|worker)|cli/(__init__|commands))\.py")
 """Of that, what every job there begins with."""
 
-_CORE = r"(__\w+__|checkpoint|child|clock|config\w*|durable|errors|guard|runs|supervise|tether)\.py|"
+_CORE = r"(__\w+__|checkpoint|child|clock|config\w*|durable|errors|guard|runs|secrecy|supervise|tether)\.py|"
 _ALONE = {
     "research": re.compile(
         _CORE + r"cli/(__init__|commands|research\w*|progress|runs)\.py|"

@@ -19,7 +19,6 @@ from hotlap.cloud.local import TRAITS as LOCAL_TRAITS
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.money import Amount, loss_bound_s, rate_of, ttl_s, worst_rate
 from hotlap.cloud.provider import ANYWHERE, Offer, Provider, Start, Traits, Where
-from hotlap.cloud.secrecy import redactor
 from hotlap.cloud.ssh import TRAITS as SSH_TRAITS
 from hotlap.cloud.ssh import VOLUME as BOX_VOLUME
 from hotlap.cloud.ssh import BoxVolume, SshProvider
@@ -39,6 +38,7 @@ from hotlap.errors import (
     RunChanged,
     UsageError,
 )
+from hotlap.secrecy import redactor
 
 NAMES = ("local", "ssh", "runpod", "modal")
 _PINNED = re.compile(r"[^@\s]+@sha256:[0-9a-f]{64}")

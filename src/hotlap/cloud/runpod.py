@@ -32,6 +32,7 @@ from hotlap.cloud.runpod_shapes import (
     problem_of,
 )
 from hotlap.errors import AmbiguousCreate, ConfigError, NoPermission, NotCreated, ProviderFailed, UsageError
+from hotlap.secrecy import is_key, without_login
 
 TRAITS = Traits(
     name="runpod",
@@ -75,9 +76,10 @@ class Runpod:
         Raises:
             ConfigError: the address would carry the key in the clear.
         """
-        if not boot.may_carry_a_key(url):
+        if not boot.may_carry_a_key(url) or without_login(url) != url:
             raise ConfigError(
-                f"{URL_VARIABLE} is {url}: the key goes over https only, or to an emulator on 127.0.0.1. Correct it."
+                f"{URL_VARIABLE} is {without_login(url)}: the key goes over https only, or to an emulator on 127.0.0.1. "
+                f"The address itself goes to machines, so it holds no login. Correct it."
             )
         self._url = url.rstrip("/")
         self._sleep_s = sleep_s
@@ -308,6 +310,8 @@ def from_environment(env: Mapping[str, str] = os.environ) -> Runpod:
     key = env.get(KEY_VARIABLE, "").strip()
     if not key:
         raise NoPermission(f"{KEY_VARIABLE} is not set: RunPod needs a key that may read and write pods.")
+    if not is_key(key):
+        raise NoPermission(f"{KEY_VARIABLE} holds a space or a character that no key has. Set it anew.")
     return Runpod(key, env.get(URL_VARIABLE) or boot.DEFAULT_URL, turns=quota.SHARED)
 
 

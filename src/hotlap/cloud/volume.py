@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from hotlap import durable
 from hotlap.cloud import boot
 from hotlap.errors import ConfigError, CorruptFile, MissingArtifact, NoPermission, ProviderFailed, UsageError
+from hotlap.secrecy import is_key, without_login
 
 URL_VARIABLE = "HOTLAP_S3_URL"
 PART_BYTES = 64 << 20
@@ -61,7 +62,11 @@ def open_volume(volume_id: str, center_of: Callable[[str], str], env: Mapping[st
     """
     if Path(volume_id).is_dir():
         return FolderVolume(Path(volume_id))
-    access, secret = (env.get(f"RUNPOD_S3_{word}_KEY", "") for word in ("ACCESS", "SECRET"))
+    access, secret = (env.get(f"RUNPOD_S3_{word}_KEY", "").strip() for word in ("ACCESS", "SECRET"))
+    if not (is_key(access) and is_key(secret)):
+        raise NoPermission(
+            "RUNPOD_S3_ACCESS_KEY or RUNPOD_S3_SECRET_KEY holds a space or a character that no key has. Set it anew."
+        )
     if not has_keys(env):
         raise NoPermission(
             "RUNPOD_S3_ACCESS_KEY and RUNPOD_S3_SECRET_KEY are not set: volumes have keys of their own, made in the "
@@ -152,7 +157,8 @@ class S3Volume:
             ConfigError: the address would carry the keys in the clear.
         """
         if not boot.may_carry_a_key(url):
-            raise ConfigError(f"{URL_VARIABLE} is {url}: keys go over https only, or to this machine. Correct it.")
+            shown = without_login(url)
+            raise ConfigError(f"{URL_VARIABLE} is {shown}: keys go over https only, or to this machine. Correct it.")
         try:
             import boto3
             from botocore.config import Config
