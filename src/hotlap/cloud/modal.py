@@ -124,6 +124,7 @@ class ModalProvider:
         self._sdk = sdk()
         self._settings, self._create_s = settings, create_s
         self._readers: dict[str, _Reader] = {}
+        self._listed_s: tuple[float, float] | None = None
         self._opened = contextlib.ExitStack()
         try:
             self._client: Any = self._opened.enter_context(client())
@@ -155,10 +156,10 @@ class ModalProvider:
         if start.image is None:
             raise NotCreated("No image is named, and Modal starts nothing without one. Name one with --image.")
         image = self._built(start.image, tags)
-        left_s = int(tags.not_after_s - clock.wall_s())
+        born_s = self._now_s()
+        left_s = int(tags.not_after_s - born_s)
         if left_s <= 0:
             raise NotCreated(f"The time of {tags.name} was over before it was made. Nothing was made; launch again.")
-        born_s = clock.wall_s()
         try:
             sandbox = asyncio.run(self._create_in_time(offer, tags, start, image, left_s, born_s))
         except Exception as error:  # noqa: BLE001  (whatever the SDK raises, it is sorted into no and perhaps)
@@ -280,7 +281,15 @@ class ModalProvider:
             return found
 
         machines = self._asked(_READ_S, read, "list its sandboxes")
-        return Listing(clock.wall_s(), tuple(machines))
+        now_s = clock.wall_s()
+        self._listed_s = (now_s, clock.monotonic_s())
+        return Listing(now_s, tuple(machines))
+
+    def _now_s(self) -> float:
+        """Of the clock by which a date of death was set at the last listing, also if it was set back since: the server
+        is told how long a sandbox may live, and not until when."""
+        wall_s, at_s = self._listed_s or (0.0, clock.monotonic_s())
+        return max(clock.wall_s(), wall_s + clock.monotonic_s() - at_s)
 
     def terminate(self, machine_id: str) -> bool:
         """Returns when the sandbox has its end state, which proves its death. Modal remembers those that ended."""

@@ -78,8 +78,8 @@ class Runpod:
         """
         if not boot.may_carry_a_key(url) or without_login(url) != url:
             raise ConfigError(
-                f"{URL_VARIABLE} is {without_login(url)}: the key goes over https only, or to an emulator on 127.0.0.1. "
-                f"The address itself goes to machines, so it holds no login. Correct it."
+                f"{URL_VARIABLE} is {without_login(url)}: the key goes over https, or to an emulator on 127.0.0.1, "
+                "and the address goes to machines, so it holds no login. Correct it."
             )
         self._url = url.rstrip("/")
         self._sleep_s = sleep_s

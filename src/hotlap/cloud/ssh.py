@@ -28,7 +28,7 @@ from hotlap.cloud.provider import (
     Traits,
     Where,
 )
-from hotlap.cloud.volume import CHUNK_BYTES, Item, finish
+from hotlap.cloud.volume import CHUNK_BYTES, Item, begun, finish
 from hotlap.config_cloud import SshConfig
 from hotlap.errors import (
     AmbiguousCreate,
@@ -260,10 +260,7 @@ class BoxVolume:
             raise MissingArtifact(f"There is no {key} on the box. hotlap volume ls shows what there is.")
         if target.is_file() and durable.sha256_file(target) == digest:
             return False
-        durable.make_dirs(target.parent)
-        # Named after what it will be, so that the rest of another is never put behind it.
-        part = target.with_name(f".{target.name}.{digest[:12]}.part")
-        begin = part.stat().st_size if part.exists() else 0
+        part, begin = begun(target, digest)
         self._box.ask("get", {"key": key, "begin": begin}, take=lambda chunk: durable.disk.append(part, chunk))
         finish(part, target, digest, f"{key} of the box")
         return True

@@ -92,6 +92,14 @@ def walk(source: Path, key: str) -> Iterable[tuple[Path, str]]:
     return [(path, str(PurePosixPath(key) / path.relative_to(source).as_posix())) for path in files]
 
 
+def begun(target: Path, version: str) -> tuple[Path, int]:
+    """Where a file arrives before it is whole, and how many bytes of it are here. Named after that very version of the
+    file, so that the rest of another is never put behind it."""
+    durable.make_dirs(target.parent)
+    part = target.with_name(f".{target.name}.{version[:12]}.part")
+    return part, part.stat().st_size if part.exists() else 0
+
+
 def finish(part: Path, target: Path, digest: str | None, what: str, num_bytes: int | None = None) -> None:
     """Make what has arrived as a part the file that it is to be.
 
@@ -238,11 +246,7 @@ class S3Volume:
         digest, num_bytes = there["Metadata"].get(_HASH), there["ContentLength"]
         if digest and target.is_file() and durable.sha256_file(target) == digest:
             return False
-        durable.make_dirs(target.parent)
-        # Named after the very version of the file, so that the rest of another is never put behind it.
-        version = hashlib.sha256(there["ETag"].encode()).hexdigest()[:12]
-        part = target.with_name(f".{target.name}.{version}.part")
-        begin = part.stat().st_size if part.exists() else 0
+        part, begin = begun(target, hashlib.sha256(there["ETag"].encode()).hexdigest())
         durable.require_free(target.parent, num_bytes - begin)
         if begin < num_bytes:
             asked = {"Bucket": self._id, "Key": key, "IfMatch": there["ETag"], "Range": f"bytes={begin}-"}
