@@ -1,6 +1,7 @@
 """Ways to a bill that nobody expected, each with what must come of it: a provider that stalls, a computer that slept,
 a disk or a book that fails in the middle, one provider's trouble in the way of another's machines."""
 
+import math
 import sqlite3
 import threading
 import time
@@ -182,6 +183,14 @@ def test_what_a_listing_with_a_nameless_machine_shows_is_reaped(
 
 
 # --- what is booked ---
+
+
+def test_a_minute_that_is_begun_is_paid_for(stage: Callable[..., Stage]) -> None:
+    """RunPod's own pages disagree about seconds and minutes."""
+    s = stage(job=Job(seconds=5.0))
+    end = s.launch()
+    assert end.lease.gpu_s % 60 == 0 and end.lease.gpu_s > s.cloud.meter.seconds(s.clock.now_s(), s.made()[0].pod_id)
+    assert s.receipt(end.lease.lease_id)["intent"]["worst_case"]["gpu_s"] == math.ceil(TTL_S / 60) * 60
 
 
 def machine(machine_id: str, state: Any, usd_micros_per_hour: int | None) -> Machine:

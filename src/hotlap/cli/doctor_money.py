@@ -92,7 +92,7 @@ def _serving_guard(settings: Any) -> str:
 def _worst_loss(settings: Any) -> list[dict[str, Any]]:
     """For one slice of the longest kind, per provider: the longest unwatched life, and its cost per dollar an hour."""
     from hotlap.cloud.launcher import JOB_MARGIN_S
-    from hotlap.cloud.money import loss_bound_s, ttl_s
+    from hotlap.cloud.money import Rate, loss_bound_s, ttl_s
     from hotlap.cloud.rental import all_traits
 
     cap_s, period_s = settings.limits.max_slice_minutes * 60.0, settings.reaper.period_minutes * 60.0
@@ -107,7 +107,7 @@ def _worst_loss(settings: Any) -> list[dict[str, Any]]:
                 "reaper_period_s": 0.0 if traits.has_hard_ttl else period_s,
                 "proof_s": traits.proof_s,
                 "seconds": bound_s,
-                "usd_at_3_usd_per_hour": round(bound_s * 3.0 / 3600.0, 4),
+                "usd_at_3_usd_per_hour": Rate(3_000_000, 1, traits.billing_unit_s).cost(bound_s).usd_micros / 1e6,
             }
         )
     return rows

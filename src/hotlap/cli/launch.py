@@ -144,7 +144,8 @@ def _launch_on(provider: "Provider", asked: _Asked, settings: "RunConfig | None"
     if not work.jobs(num_slices):
         return _tell(asked.as_json, run, 0, "done", "there is nothing to be prepared", [])
     if asked.job == "research" and asked.config is not None:
-        click.echo(launch_work.session_in_words(asked.config, work, offers, place), err=True)
+        _say(launch_work.session_in_words(asked.config, work, offers, place))
+        _say(launch_work.room_in_words(work) if work.results else None)
     _say(forewords.prices_in_words(asked.provider, cloud), forewords.image_in_words(provider.traits, image))
     worst = rental.worst_case(offers, work.jobs(num_slices), provider, cloud)
     unwatched = forewords.unwatched_in_words(provider.traits, cloud)
@@ -200,11 +201,12 @@ class _Display:
     """Progress of slice after slice on standard error, and a line about each machine's end."""
 
     def __init__(self, settings: "RunConfig | None", results: str | None) -> None:
+        from hotlap.cli import launch_work
         from hotlap.cloud.bundle import Inbox
 
-        self._settings = settings
+        self._settings, self._results = settings, results
         self._progress: SliceProgress | None = None
-        self._inbox = None if results is None else Inbox(Path(), (results,))
+        self._inbox = None if results is None else Inbox(Path(), (results,), launch_work.take_home)
 
     def __enter__(self) -> "_Display":
         return self
@@ -236,9 +238,12 @@ class _Display:
             click.echo(text, err=True)
 
     def on_lease_end(self, lease_end: "LeaseEnd") -> None:
+        from hotlap.cli import launch_work
         from hotlap.cloud.receipts import receipt_path
 
         self._close()
+        if self._results is not None:
+            launch_work.show_study(Path(self._results))
         if self._inbox is not None and (wrong := self._inbox.what_is_wrong()):
             click.echo(f"not all results came home: {wrong}. Run the same command again, or name a volume", err=True)
         lease = lease_end.lease

@@ -11,7 +11,7 @@ import hashlib
 import io
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -80,10 +80,13 @@ def events(files: Mapping[str, bytes]) -> list[dict[str, Any]]:
 
 
 class Inbox:
-    """Takes events and writes the files that they make, below `folders` of `root` alone."""
+    """Takes events and writes the files that they make, below `folders` of `root` alone, each as `take_home` has it."""
 
-    def __init__(self, root: Path, folders: Sequence[str]) -> None:
+    def __init__(
+        self, root: Path, folders: Sequence[str], take_home: Callable[[str, bytes], bytes] = lambda _name, data: data
+    ) -> None:
         self._root, self._folders = root, [PurePosixPath(folder) for folder in folders]
+        self._take_home = take_home
         self._parts: dict[str, dict[int, str]] = {}
         self._num_chars = 0
         self._complaint = ""
@@ -111,12 +114,12 @@ class Inbox:
 
     def _write(self, text: str) -> list[str]:
         try:
-            files = {name: data for name, data in unpacked(text).items() if self._may_be_written(name)}
+            came = {name: data for name, data in unpacked(text).items() if self._may_be_written(name)}
         except CorruptFile as error:
             self._complaint = str(error)
             return []
-        write(self._root, files)
-        return list(files)
+        write(self._root, {name: self._take_home(name, data) for name, data in came.items()})
+        return list(came)
 
     def _may_be_written(self, name: str) -> bool:
         path = PurePosixPath(name)

@@ -220,6 +220,9 @@ class Traits:
     blocks_network: bool = False
     """Whether it makes machines without a network."""
 
+    billing_unit_s: int = 1
+    """As of its offers."""
+
 
 class Provider(Protocol):
     """Every method may raise `ProviderFailed`, and `NoPermission` or `RateLimited` below it."""

@@ -17,6 +17,7 @@ from hotlap.cloud import boot, quota
 from hotlap.cloud.provider import ANYWHERE, Listing, ListingBroken, LogPage, Machine, Offer, Start, Tags, Traits, Where
 from hotlap.cloud.quota import Quota
 from hotlap.cloud.runpod_shapes import (
+    BILLING_UNIT_S,
     KEY_VARIABLE,
     URL_VARIABLE,
     EventReader,
@@ -45,6 +46,7 @@ TRAITS = Traits(
     provisioning_s=150.0,
     needs_volume=True,
     restarts=True,
+    billing_unit_s=BILLING_UNIT_S,
 )
 
 _TIMEOUT_S = 20.0

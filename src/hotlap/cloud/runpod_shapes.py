@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hotlap.cloud import boot
+from hotlap.cloud.parcel import bare, uncommented
 from hotlap.cloud.provider import PLATFORM_PREFIX, Machine, Offer, Start, State, Tags, read_tags
 from hotlap.config_cloud import DEFAULT_IMAGE, DEFAULT_IMAGE_CUDA
 from hotlap.errors import (
@@ -33,6 +34,9 @@ URL_VARIABLE = "HOTLAP_RUNPOD_URL"
 
 MAX_ARGV_BYTES = 99_000
 """Of a create's body, which may have 102,400, what the command may take."""
+
+BILLING_UNIT_S = 60
+"""Some of RunPod's pages say that each second is billed, some that each minute is begun. The dearer is counted on."""
 
 _STATES: dict[str, State] = {
     "PROVISIONING": "provisioning",
@@ -55,7 +59,8 @@ def boot_argv(job: tuple[str, ...]) -> tuple[str, ...]:
 
 def packed(path: str) -> str:
     """A Python file as a word for `python -c`, so small that there is room for something else in the request."""
-    text = base64.b85encode(zlib.compress(Path(path).read_bytes(), 9)).decode()
+    source = uncommented(bare(Path(path).read_text(encoding="utf-8")))
+    text = base64.b85encode(zlib.compress(source.encode(), 9)).decode()
     return f"import base64, zlib; exec(zlib.decompress(base64.b85decode('{text}')))"
 
 
@@ -233,7 +238,16 @@ def offers_in(entry: Mapping[str, Any], regions: Sequence[str] = ()) -> list[Off
             stock = entry.get("availability") if region is None else stocks.get(region, "NONE")
             has_stock = None if stock is None else stock != "NONE"
             found.append(
-                Offer("runpod", entry["id"], region, price, cloud=cloud, memory_gb=memory_gb, has_stock=has_stock)
+                Offer(
+                    provider="runpod",
+                    gpu=entry["id"],
+                    region=region,
+                    usd_micros_per_hour=price,
+                    billing_unit_s=BILLING_UNIT_S,
+                    cloud=cloud,
+                    memory_gb=memory_gb,
+                    has_stock=has_stock,
+                )
             )
     return found
 
