@@ -2,9 +2,9 @@
 
 import ast
 import base64
-import bz2
 import io
 import json
+import lzma
 import os
 import re
 import subprocess
@@ -107,7 +107,7 @@ def test_a_request_has_room_for_a_search_of_some_days() -> None:
     job = errands.job_by_request(errand, {}, parcel.pack("research"), TRAITS, IMAGE)
     said = launch_work.room_in_words(launch_work.Work(job, None, errand.results))
     found = re.search(r"room for some (\d+) rows more", said)
-    assert found and int(found[1]) >= 70
+    assert found and int(found[1]) >= 100
 
 
 def test_a_journal_that_travelled_leads_to_the_same_and_comes_home_whole(tmp_path: Path) -> None:
@@ -161,15 +161,15 @@ def test_a_stranger_s_machine_writes_nowhere_else(tmp_path: Path) -> None:
 
 
 def test_what_unpacks_to_more_than_is_taken_is_refused() -> None:
-    bomb = base64.b85encode(bz2.compress(bytes(bundle.MAX_BYTES + 1))).decode()
-    for text in (bomb, "no bundle", base64.b85encode(bz2.compress(b"no archive" * 100)).decode()):
+    bomb = base64.b85encode(lzma.compress(bytes(bundle.MAX_BYTES + 1))).decode()
+    for text in (bomb, "no bundle", base64.b85encode(lzma.compress(b"no archive" * 100)).decode()):
         with pytest.raises(CorruptFile):
             bundle.unpacked(text)
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("out/large", bytes(bundle.MAX_BYTES + 1))
     with pytest.raises(CorruptFile, match="more than"):
-        bundle.unpacked(base64.b85encode(bz2.compress(out.getvalue())).decode())
+        bundle.unpacked(base64.b85encode(lzma.compress(out.getvalue())).decode())
 
 
 # --- for real ---

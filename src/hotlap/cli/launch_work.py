@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hotlap.research.space import StudyConfig
 
 _SESSION = 8
-_ROW_BYTES = 150
+_ROW_BYTES = 110
 """Of a row of a journal, packed: measured of a study of GPTs."""
 
 _OPTUNAS = ("tpe", "gp", "cma")

@@ -6,9 +6,9 @@ word: it is written below the folders that were named, and nowhere else.
 """
 
 import base64
-import bz2
 import hashlib
 import io
+import lzma
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +22,9 @@ EVENT = "bundle"
 MAX_BYTES = 8 << 20
 """Of what a text may unpack to, and of all the text that is taken from one machine."""
 
+_MEMORY_BYTES = 32 << 20
+"""Of what unpacking may take; a text may ask for gigabytes."""
+
 _LINE_CHARS = 3_000
 """Of a part. How long a line a provider's log keeps whole is not known; a container's own is cut at 16 KiB."""
 
@@ -32,7 +35,7 @@ def packed(files: Mapping[str, bytes]) -> str:
     with zipfile.ZipFile(out, "w") as archive:  # not compressed here: as a whole it packs better
         for name, data in sorted(files.items()):
             archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), data)
-    return base64.b85encode(bz2.compress(out.getvalue())).decode()
+    return base64.b85encode(lzma.compress(out.getvalue(), preset=6 | lzma.PRESET_EXTREME)).decode()
 
 
 def unpacked(text: str) -> dict[str, bytes]:
@@ -42,7 +45,7 @@ def unpacked(text: str) -> dict[str, bytes]:
     """
     too_much = f"Files that came with a machine's words are cut off, or more than {MAX_BYTES} bytes."
     try:
-        reader = bz2.BZ2Decompressor()
+        reader = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MEMORY_BYTES)
         data = reader.decompress(base64.b85decode(text), max_length=MAX_BYTES)
         if not reader.eof:
             raise CorruptFile(too_much)
@@ -51,7 +54,7 @@ def unpacked(text: str) -> dict[str, bytes]:
             if sum(entry.file_size for entry in entries) > MAX_BYTES:
                 raise CorruptFile(too_much)
             return {entry.filename: archive.read(entry) for entry in entries}
-    except (ValueError, OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, OSError, EOFError, RuntimeError, lzma.LZMAError, zipfile.BadZipFile, zlib.error) as error:
         raise CorruptFile(f"Files that came with a machine's words cannot be unpacked: {error}.") from None
 
 
