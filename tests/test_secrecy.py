@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hotlap.cli import cli
+from hotlap.cli import cli, doctor_money
 from hotlap.cloud import local, runpod
 from hotlap.cloud.database import shown
 from hotlap.cloud.ledger import Ledger
@@ -17,7 +17,7 @@ from hotlap.cloud.provider import Start
 from hotlap.cloud.runpod import Runpod
 from hotlap.cloud.volume import S3Volume, open_volume
 from hotlap.config import CloudConfig
-from hotlap.errors import ConfigError, NoPermission, VolumeGone
+from hotlap.errors import ConfigError, NoPermission, UsageError, VolumeGone
 from hotlap.secrecy import redactor, without_login
 
 PLANTED = "planted5ecret"
@@ -118,3 +118,31 @@ def test_neither_last_words_nor_a_traceback_hold_a_secret(as_json: bool, home: P
     assert PLANTED not in done.stdout + done.stderr and "[redacted]" in done.stderr
     if as_json:
         assert json.loads(done.stdout)["reason"] == "unexpected"
+
+
+def test_no_errand_takes_a_secret_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A study's file stands in the create request, which is read by whoever can list the machine."""
+    monkeypatch.chdir(tmp_path)
+    Path("lr.toml").write_text(
+        f'[study]\nname = "lr"\nbudget_s = 1\nproposer = "llm"\nllm_command = ["ask", "{PLANTED}"]\n'
+    )
+    words = ["launch", "lr.toml", "--on", "local", "--job", "research", "--dry-run"]
+    monkeypatch.setenv("LLM_API_KEY", PLANTED)
+    refused = CliRunner().invoke(cli, words)
+    assert isinstance(refused.exception, UsageError) and "holds the value of LLM_API_KEY" in str(refused.exception)
+    assert PLANTED not in refused.output + str(refused.exception)
+    monkeypatch.setenv("LLM_API_KEY", "another-value")
+    assert CliRunner().invoke(cli, words).exit_code == 0
+
+
+def test_files_with_secrets_are_for_nobody_else_s_eyes(home: Path) -> None:
+    home.mkdir()
+    (home / "reaper.env").write_text("RUNPOD_API_KEY=x\n")
+    (home / "cloud.toml").write_text(f'[ledger]\nurl = "postgresql://ada:{PLANTED}@127.0.0.1:1/db"\n')
+    for mode, num_told in ((0o644, 2), (0o600, 0)):
+        problems: list[str] = []
+        for name in ("reaper.env", "cloud.toml"):
+            (home / name).chmod(mode)
+        doctor_money.examine(problems)
+        assert sum("chmod 600" in problem for problem in problems) == num_told
+        assert not any(PLANTED in problem for problem in problems)

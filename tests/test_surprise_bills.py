@@ -5,7 +5,7 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -84,7 +84,7 @@ def test_a_computer_that_slept_asks_the_provider_what_time_it_is(stage: Callable
 
 
 @contextmanager
-def answering(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Runpod]:
+def answering(answer: Callable[[BaseHTTPRequestHandler], None]) -> Generator[Runpod]:
     """A client of a server that answers everything in this way."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -327,6 +327,19 @@ def test_a_reaper_without_the_key_is_none(home: Path, monkeypatch: pytest.Monkey
         said = forewords.unwatched_in_words(runpod.TRAITS, settings)
         assert (said is None) is is_watched and (is_watched or "none of this home looked at runpod" in str(said))
     assert forewords.unwatched_in_words(LOCAL_TRAITS, settings) is None  # it keeps its time without one
+
+
+def test_nothing_more_is_rented_while_what_should_be_dead_is_alive(stage: Callable[..., Stage]) -> None:
+    s = stage(job=Job(seconds=5.0))
+    s.plant_tagged(int(s.clock.now_s()) + 100)
+    s.sleep_s(100.0 + REAPER_PERIOD_S + 60.0)
+    assert s.launch().lease.state == "settled"  # so late a reaper may still be on its way
+    s.sleep_s(5.0)
+    with pytest.raises(Survivors, match=r"should be dead since 20.* run hotlap reap"):
+        s.launch(run="other")
+    assert len(s.posts()) == 1 and s.leases("other") == []
+    s.reap()
+    assert s.launch(run="other").lease.state == "settled"
 
 
 def test_an_image_nobody_has_pulled_is_told_as_that() -> None:

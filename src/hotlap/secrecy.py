@@ -27,6 +27,13 @@ def is_key(text: str) -> bool:
     return text.isascii() and text.isprintable() and not re.search(r"\s", text)
 
 
+def secrets_in(text: str, env: Mapping[str, str] = os.environ) -> list[str]:
+    """Names of the secret-looking variables whose values stand in a text."""
+    return sorted(
+        name for name, value in env.items() if names_a_secret(name) and len(value) >= _SHORTEST and value in text
+    )
+
+
 def redactor(ledger_url: str | None = None, env: Mapping[str, str] | None = None) -> Callable[[str], str]:
     """A function that removes from a text the values of secret-looking variables, the ledger's password, and logins in
     addresses."""

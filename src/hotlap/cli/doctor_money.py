@@ -6,6 +6,7 @@ from contextlib import closing
 from typing import Any
 
 from hotlap import clock, errors
+from hotlap.secrecy import without_login
 
 
 def examine(problems: list[str]) -> dict[str, Any] | None:
@@ -33,7 +34,19 @@ def examine(problems: list[str]) -> dict[str, Any] | None:
             f"one too, so nobody ends a machine whose launcher died. Run: hotlap reap --install-cron, and put the key "
             f"into reaper.env as it says"
         )
+    _look_at_files(settings, problems)
     return found
+
+
+def _look_at_files(settings: Any, problems: list[str]) -> None:
+    """Files with keys and passwords in them are for nobody else's eyes."""
+    from hotlap.config import hotlap_home
+
+    has_login = without_login(settings.ledger.url or "") != (settings.ledger.url or "")
+    for name, holds_secrets in (("reaper.env", True), ("cloud.toml", has_login)):
+        path = hotlap_home() / name
+        if holds_secrets and path.exists() and path.stat().st_mode & 0o077:
+            problems.append(f"{path} holds secrets, and others on this computer may read it. Run: chmod 600 {path}")
 
 
 def _key(problems: list[str]) -> str:

@@ -168,6 +168,7 @@ def _errand(asked: _Asked, place: "Place", cloud: "CloudConfig") -> "Work":
     from hotlap.cli import launch_work
 
     errand, kept = launch_work.errand_of(asked.job, asked.config, place, cloud, asked.num_trials, asked.num_runs)
+    launch_work.require_no_secret(errand, kept)
     work = launch_work.of_errand(errand, kept, place)
     return work if work.results is None else replace(work, renew=lambda: _errand(asked, place, cloud).job)
 

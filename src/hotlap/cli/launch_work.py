@@ -154,6 +154,22 @@ def errand_of(
     return errand, bundle.read(Path(), (*(f"{folder.as_posix()}/**/*" for folder in folders), *errand.brings))
 
 
+def require_no_secret(errand: "Errand", kept: Mapping[str, bytes]) -> None:
+    """
+    Raises:
+        UsageError: a file that goes along holds the value of a secret of this environment.
+    """
+    from hotlap import secrecy
+
+    texts = {**errand.files, **{name: data.decode(errors="replace") for name, data in kept.items()}}
+    for place, text in texts.items():
+        if names := secrecy.secrets_in(text):
+            raise UsageError(
+                f"{place} holds the value of {', '.join(names)}, and whoever can list the machine could read it. Take it "
+                f"out; nothing was rented."
+            )
+
+
 def _so_far(errand: "Errand") -> dict[str, bytes]:
     """What is here of a study's results, without what no machine needs to go on."""
     from hotlap.cloud import bundle

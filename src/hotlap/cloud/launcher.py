@@ -12,16 +12,15 @@ from typing import Any
 
 from hotlap import clock
 from hotlap.cloud import receipts
-from hotlap.cloud.lease import Lease
+from hotlap.cloud.lease import Lease, require_few, require_none_overdue
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.money import rate_of, ttl_s, worst_rate
 from hotlap.cloud.proof import Patience, end_all, ended_s
-from hotlap.cloud.provider import Listing, Machine, Offer, Provider, Start, Tags, Traits, event_in
+from hotlap.cloud.provider import Machine, Offer, Provider, Start, Tags, Traits, event_in
 from hotlap.cloud.watch import End, Plan, Seen, end_by_price, end_of, hear, over_by_s, see
 from hotlap.config import CloudConfig
 from hotlap.errors import (
     AmbiguousCreate,
-    BudgetRefused,
     HotlapError,
     MachineLost,
     NoCapacity,
@@ -116,9 +115,10 @@ class Launcher:
 
         Raises:
             BudgetRefused, RunLocked: nothing was rented.
+            Survivors: a machine is not proven dead; the hold stays. Or one from before is long overdue, and nothing was
+                rented.
             NotCreated, NoPermission: nor here; every hold is given back.
             AmbiguousCreate: a machine may yet appear; the hold stays, and the reaper looks for it.
-            Survivors: a machine is not proven dead; the hold stays.
         """
         refusal: HotlapError | None = None
         for offer in offers:
@@ -137,6 +137,7 @@ class Launcher:
 
     def _rent(self, job: Job, offer: Offer) -> LeaseEnd:
         listing = self._provider.machines()
+        require_none_overdue(listing, self._owner, self._settings)
         require_few(listing, self._owner, self._settings)
         plan = plan_of(job, self._provider.traits)
         rented = self._hold(job, offer, plan, listing.now_s)
@@ -352,20 +353,6 @@ def plan_of(job: Job, traits: Traits) -> Plan:
         ttl_s=ttl_s(job_s, traits),
         visibility_s=traits.visibility_s,
     )
-
-
-def require_few(listing: Listing, owner: str, settings: CloudConfig) -> None:
-    """
-    Raises:
-        BudgetRefused: the provider lists as many machines of this owner as may live, whatever the ledger says.
-    """
-    alive = [each for each in listing.machines if each.is_ours and each.owner == owner and each.state != "terminated"]
-    if len(alive) >= settings.limits.max_live_machines:
-        raise BudgetRefused(
-            f"{len(alive)} machines of {owner} are alive ({', '.join(each.machine_id for each in alive)}), and "
-            f"{settings.limits.max_live_machines} is the limit. Run: hotlap reap, or edit limits.max_live_machines in "
-            f"cloud.toml."
-        )
 
 
 def outcome_of(end: End | None) -> str:
