@@ -123,9 +123,8 @@ def test_neither_last_words_nor_a_traceback_hold_a_secret(as_json: bool, home: P
 def test_no_errand_takes_a_secret_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A study's file stands in the create request, which is read by whoever can list the machine."""
     monkeypatch.chdir(tmp_path)
-    Path("lr.toml").write_text(
-        f'[study]\nname = "lr"\nbudget_s = 1\nproposer = "llm"\nllm_command = ["ask", "{PLANTED}"]\n'
-    )
+    study = f'[study]\nname = "lr"\nbudget_s = 1\nproposer = "llm"\nllm_command = ["ask", "{PLANTED}"]\n'
+    Path("lr.toml").write_text(study)
     words = ["launch", "lr.toml", "--on", "local", "--job", "research", "--dry-run"]
     monkeypatch.setenv("LLM_API_KEY", PLANTED)
     refused = CliRunner().invoke(cli, words)

@@ -165,8 +165,8 @@ def require_no_secret(errand: "Errand", kept: Mapping[str, bytes]) -> None:
     for place, text in texts.items():
         if names := secrecy.secrets_in(text):
             raise UsageError(
-                f"{place} holds the value of {', '.join(names)}, and whoever can list the machine could read it. Take it "
-                f"out; nothing was rented."
+                f"{place} holds the value of {', '.join(names)}, and whoever can list the machine could read it. Take "
+                f"it out; nothing was rented."
             )
 
 

@@ -128,12 +128,15 @@ def require_none_overdue(listing: Listing, owner: str, settings: CloudConfig) ->
         Survivors: a machine of this owner is alive that a reaper should have ended, so there seems to be none.
     """
     latest_s = listing.now_s - overdue_s(settings)
-    overdue = [each for each in _alive(listing, owner) if each.not_after_s is not None and each.not_after_s < latest_s]
+    overdue = {
+        each.machine_id: each.not_after_s
+        for each in _alive(listing, owner)
+        if each.ended_at_s is None and each.not_after_s is not None and each.not_after_s < latest_s
+    }
     if overdue:
         raise Survivors(
-            f"{', '.join(each.machine_id for each in overdue)} should be dead since "
-            f"{clock.utc_text(min(each.not_after_s or 0 for each in overdue))}, and nobody ended it. Nothing more is "
-            f"rented until it is: run hotlap reap, and hotlap reap --install-cron."
+            f"{', '.join(overdue)} should be dead since {clock.utc_text(min(overdue.values()))}, and nobody ended it. "
+            f"Nothing more is rented until it is: run hotlap reap, and hotlap reap --install-cron."
         )
 
 
