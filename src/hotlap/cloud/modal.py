@@ -371,7 +371,7 @@ def definite(error: Exception, what: str) -> ProviderFailed:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__} {str(error)[:200]}".strip()
+    return f"{type(error).__name__} {str(error)[:200]}".strip(" .")
 
 
 def _words_of(tags: Tags, born_s: float) -> dict[str, str]:

@@ -352,4 +352,4 @@ def _rows_in(answer: httpx.Response, name: str) -> list[Mapping[str, Any]]:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__} {str(error)[:200]}".strip()
+    return f"{type(error).__name__} {str(error)[:200]}".strip(" .")

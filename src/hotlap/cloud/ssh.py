@@ -249,9 +249,11 @@ class BoxVolume:
         digest = durable.sha256_file(source)
         if self._hash_of(key) == digest:
             return False
+        order = {"key": key, "num_bytes": source.stat().st_size, "sha256": digest}
+        order["begin"] = begin = self._box.ask("begun", order)
         with source.open("rb") as file:
-            chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
-            self._box.ask("put", {"key": key, "num_bytes": source.stat().st_size, "sha256": digest}, send=chunks)
+            file.seek(begin)
+            self._box.ask("put", order, send=iter(lambda: file.read(CHUNK_BYTES), b""))
         return True
 
     def get(self, key: str, target: Path) -> bool:
