@@ -350,6 +350,17 @@ def test_an_image_nobody_has_pulled_is_told_as_that() -> None:
     assert forewords.image_in_words(LOCAL_TRAITS, None) is None
 
 
+def test_what_another_owner_rented_is_not_proven_dead_by_its_absence_here(stage: Callable[..., Stage]) -> None:
+    """A team shares its ledger, and not its accounts: the machine is alive in one that this key does not see."""
+    s = stage()
+    theirs = make_lease("f" * 16, run="run", owner="you", provider="runpod", began_s=s.clock.now_s() - 1000)
+    theirs = s.ledger.hold(replace(theirs, not_after_s=int(s.clock.now_s()) - 500))
+    s.ledger.note_machine(theirs.lease_id, "pod-of-theirs")
+    assert s.reap().closed == [] and s.ledger.open_leases("run")
+    (closed,) = s.reap(all_owners=True).closed  # the account is the same, whoever says so
+    assert closed.lease_id == theirs.lease_id and closed.state == "settled"
+
+
 # --- hotlap stop ---
 
 

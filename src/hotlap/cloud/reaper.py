@@ -179,7 +179,9 @@ class Reaper:
         report.doomed = doomed(machines, deadlines, listing.now_s, longest_s, over, ceilings)
         if is_dry_run:
             return report
-        gone = unseen(book.values(), {machine.name for machine in listing.machines}, listing.now_s)
+        # Others of a shared ledger may rent from another account, where this listing proves nothing.
+        own = [each for each in book.values() if self._all_owners or each.owner == self._owner]
+        gone = unseen(own, {machine.name for machine in listing.machines}, listing.now_s)
         self._end(report, patience, [lease for lease in gone if lease.is_open and lease.machine_id is not None])
         # The books come last: trouble with them must not spare a machine.
         if self._ledger is not None:
