@@ -259,6 +259,21 @@ def test_a_book_that_is_away_at_the_end_is_told_beside_the_proof(
     s.require_sound()
 
 
+def test_a_book_that_is_away_when_the_machine_is_there_costs_that_machine_its_life(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = stage(job=Job(seconds=1e9))
+
+    def away(*_args: object) -> None:
+        raise StorageFailed("The ledger does not answer.")
+
+    monkeypatch.setattr(s.ledger, "note_machine", away)
+    with pytest.raises(StorageFailed):
+        s.launch()
+    assert len(s.made()) == 1 and s.leases()[0].state == "settled" and s.age_s() < 60.0
+    s.require_sound()
+
+
 def test_a_book_that_opens_and_cannot_be_read_spares_no_machine(home: Path, stage: Callable[..., Stage]) -> None:
     s = stage()
     s.plant_tagged(int(s.clock.now_s()) + 100)

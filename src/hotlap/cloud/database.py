@@ -99,7 +99,7 @@ def was_cut(error: exc.DBAPIError) -> bool:
 
 def in_words(place: str, said: str) -> HotlapError:
     if "disk is full" in said or "No space left" in said:
-        return DiskFull(f"The ledger {place} takes nothing more: no space is left. Free some; nothing was rented.")
+        return DiskFull(f"The ledger {place} is full: no space is left. Free some; until then nothing is rented.")
     if "malformed" in said or "not a database" in said:
         return CorruptFile(f"The ledger {place} is damaged ({said}). Restore it; until then nothing is rented.")
     first_line = (said.splitlines() or ["no answer"])[0]
