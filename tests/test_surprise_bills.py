@@ -395,6 +395,16 @@ def test_a_stop_does_not_say_that_nothing_is_rented_while_a_machine_may_appear(s
     s.require_sound()
 
 
+def test_a_stop_does_not_take_another_owner_s_machine_for_dead(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    theirs = make_lease("f" * 16, run="run", owner="you", provider="runpod", began_s=s.clock.now_s() - 300)
+    s.ledger.hold(replace(theirs, not_after_s=int(s.clock.now_s()) + 100))
+    s.ledger.note_machine(theirs.lease_id, "pod-of-theirs")
+    with pytest.raises(Survivors, match="pod-of-theirs of run was rented by you, and is not seen from here"):
+        stop(s, lambda _name: s.provider)
+    assert s.ledger.open_leases("run")
+
+
 def test_a_stop_goes_on_behind_a_provider_that_fails(stage: Callable[..., Stage]) -> None:
     s = stage(job=Job(seconds=1e9))
     first = make_lease("f" * 16, run="run", provider="modal", began_s=s.clock.now_s() - 1, not_after_s=2_000_000_000)

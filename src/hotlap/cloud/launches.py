@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import clock, durable
-from hotlap.cloud import receipts
+from hotlap.cloud import receipts, rental
 from hotlap.cloud.lease import Lease
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.proof import Patience, end_all, last_bill
@@ -124,11 +124,17 @@ def _end(
     victims = {
         each.machine_id: each.created_at_s for each in listing.machines if each.name == NAME_PREFIX + lease.lease_id
     }
-    if not victims and lease.provider == "local" and not receipts.receipt_path(lease.lease_id).exists():
-        # Its absence here proves nothing: a ledger may be shared, a local machine is seen from its own home only.
+    is_theirs = lease.provider == "local" or lease.owner != rental.owner_of(settings)
+    if not victims and is_theirs and not receipts.receipt_path(lease.lease_id).exists():
+        # Its absence here proves nothing: a ledger may be shared, and neither homes nor accounts are.
+        whose = (
+            "is a local one of another home or computer"
+            if lease.provider == "local"
+            else f"was rented by {lease.owner}"
+        )
         raise Survivors(
-            f"{lease.machine_id or 'A machine'} of {lease.run} is a local one of another home or computer. Run hotlap "
-            f"stop {lease.run} there; it ends by itself at {clock.utc_text(lease.not_after_s)}."
+            f"{lease.machine_id or 'A machine'} of {lease.run} {whose}, and is not seen from here. Run hotlap stop "
+            f"{lease.run} there; its time is over at {clock.utc_text(lease.not_after_s)}."
         )
     victims |= {ident: lease.began_s for ident in (lease.machine_id or "").split(",") if ident and ident not in victims}
     if not victims:
