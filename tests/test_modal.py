@@ -143,6 +143,18 @@ def test_a_refusal_is_told_from_a_doubt(
     assert type(raised.value) is kind, raised.value
 
 
+@pytest.mark.parametrize("status", ["UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "INVALID_ARGUMENT"])
+def test_what_befalls_the_wait_behind_a_create_is_no_word_about_the_create(
+    modal_cloud: FakeModal, provider: ModalProvider, status: str
+) -> None:
+    modal_cloud.faults["SandboxCreate"] = ["no_capacity"]
+    for request_name in ("SandboxGetTaskId", "SandboxTerminate"):
+        modal_cloud.faults[request_name] = [status] * 20
+    with pytest.raises(AmbiguousCreate):
+        provider.create(OFFER, tags_of(), Start(SLEEP, image="image"))
+    assert len(modal_cloud.alive()) == 1
+
+
 def test_the_server_ends_it_at_its_time_and_boot_before_that(modal_cloud: FakeModal, provider: ModalProvider) -> None:
     provider.create(OFFER, tags_of(6.0), Start(SLEEP, image="image"))
     wait_until(lambda: modal_cloud.alive() == [])

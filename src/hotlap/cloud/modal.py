@@ -72,8 +72,7 @@ _MEMORY_GB = {
     "B200": 180.0,
 }
 
-_READ_S = 30.0
-_END_S = 30.0
+_READ_S, _END_S = 30.0, 30.0
 _BUILD_S = 900.0
 _NAME_TAG, _BORN_TAG = "HOTLAP_NAME", "HOTLAP_CREATED"
 
@@ -245,16 +244,19 @@ class ModalProvider:
         """What a create that failed means: a no only where nothing can be there."""
         modal = self._sdk.exception
         said = f"Modal's create of {name} failed: {_said(error)}"
-        if isinstance(error, (modal.AuthError, modal.PermissionDeniedError)):
-            return NoPermission(f"{said}. Nothing was made. Run: modal token set.")
         if isinstance(error, _Queued):
             return NoCapacity(f"{said}. Choose another kind of machine or try later.")
-        if isinstance(error, (modal.ResourceExhaustedError, modal.ConflictError)) and not self._may_be_there(name):
+        forbidden = (modal.AuthError, modal.PermissionDeniedError)
+        exhausted = (modal.ResourceExhaustedError, modal.ConflictError)
+        is_no = isinstance(error, (*forbidden, *exhausted, modal.NotFoundError, modal.InvalidError))
+        # The SDK repeats a create whose answer was lost, and waits after it: what is there under this name is ours.
+        if not is_no or self._may_be_there(name):
+            return AmbiguousCreate(f"{said}. It may have been made all the same.")
+        if isinstance(error, forbidden):
+            return NoPermission(f"{said}. Nothing was made. Run: modal token set.")
+        if isinstance(error, exhausted):
             return NoCapacity(f"{said}. Nothing is left of it; choose another kind of machine or try later.")
-        if isinstance(error, (modal.NotFoundError, modal.InvalidError)) and not isinstance(error, modal.ConflictError):
-            return NotCreated(f"{said}. Nothing was made.")
-        # One that exists under this random name is this one: the SDK repeats a create whose answer was lost.
-        return AmbiguousCreate(f"{said}. It may have been made all the same.")
+        return NotCreated(f"{said}. Nothing was made.")
 
     def _may_be_there(self, name: str) -> bool:
         try:
