@@ -67,10 +67,10 @@ def test_the_worst_loss_that_is_promised_is_the_code_s() -> None:
     ttl = ttl_s(settings.limits.max_slice_minutes * 60.0 + JOB_MARGIN_S, runpod.TRAITS)
     period_s, proof_s = settings.reaper.period_minutes * 60.0, runpod.TRAITS.proof_s
     bound_s = loss_bound_s(ttl, period_s, runpod.TRAITS)
-    usd = Rate(3_000_000, num_gpus=1, billing_unit_s=1).cost(bound_s).usd_micros / 1e6
-    promise = f"({ttl} s + {period_s:.0f} s + {proof_s:.0f} s) x $3/h = ${usd:.4f}"
+    usd = Rate(3_000_000, num_gpus=1, billing_unit_s=runpod.TRAITS.billing_unit_s).cost(bound_s).usd_micros / 1e6
+    promise = f"({ttl} s + {period_s:.0f} s + {proof_s:.0f} s) x $3/h = ${usd:.2f}"
     assert promise in TEXT
-    assert f"= {bound_s} s, at $3 an hour ${usd:.4f}" in " ".join((ROOT / "docs" / "money.md").read_text().split())
+    assert f"= {bound_s} s, at $3 an hour ${usd:.2f}" in " ".join((ROOT / "docs" / "money.md").read_text().split())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,10 +2,11 @@
 
 import ast
 import base64
-import bz2
 import io
 import json
+import lzma
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -15,17 +16,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import research_stage
 from contest import micro, micro_contest, writing, written_submission
 from test_rented import OFFER
 
 import hotlap
 from hotlap import durable
+from hotlap.cli import launch_work
 from hotlap.cloud import arrive, bundle, errands, parcel
 from hotlap.cloud.provider import Tags
 from hotlap.cloud.runpod import TRAITS
 from hotlap.cloud.runpod_shapes import create_body, in_older_words
 from hotlap.errors import CorruptFile, UsageError
-from hotlap.speedrun import records, replay
+from hotlap.research import replay, travel
+from hotlap.research.history import StudyFolder
+from hotlap.speedrun import records
+from hotlap.speedrun import replay as verdicts
 from hotlap.testing.bodies import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.long
@@ -96,6 +102,35 @@ def test_what_does_not_fit_is_refused_and_what_fits_fits_in_every_form() -> None
         errands.job_by_request(errand, {"studies/lr/experiments.jsonl": os.urandom(40_000)}, sent, TRAITS, IMAGE)
 
 
+def test_a_request_has_room_for_a_search_of_some_days() -> None:
+    errand = errands.research("lr", STUDY, 8, 300.0, errands.HERE)
+    job = errands.job_by_request(errand, {}, parcel.pack("research"), TRAITS, IMAGE)
+    said = launch_work.room_in_words(launch_work.Work(job, None, errand.results))
+    found = re.search(r"room for some (\d+) rows more", said)
+    assert found and int(found[1]) >= 100
+
+
+def test_a_journal_that_travelled_leads_to_the_same_and_comes_home_whole(tmp_path: Path) -> None:
+    stage = research_stage.Stage(research_stage.make_study(tmp_path))
+    stage.search(6)
+    whole = stage.folder.journal.read_bytes()
+    less = travel.thinned(whole)
+    rows = [json.loads(line) for line in less.splitlines()]
+    assert replay.disagreements(rows, stage.secret) == [] and b"tokens_per_s" in less
+    assert all(row["tokens_per_s"] is None and row["wall_s"] is None for row in rows if row["kind"] == "run")
+    # On the machine a row is added, and a row of here is changed.
+    later = [*less.splitlines(keepends=True), b'{"kind": "goal"}\n']
+    assert travel.restored(whole, b"".join(later)) == whole + later[-1]
+    later[2] = b'{"kind": "other"}\n'
+    told = travel.restored(whole, b"".join(later)).splitlines(keepends=True)
+    assert told[2] == later[2] and told[3] == whole.splitlines(keepends=True)[3]
+    assert travel.thinned(whole + b'{"kind": "to') == less + b'{"kind": "to'
+    (home := tmp_path / "home" / stage.folder.path.name).mkdir(parents=True)
+    (home / "experiments.jsonl").write_bytes(whole)
+    launch_work.show_study(home)
+    assert replay.stale_files(StudyFolder(home), stage.history) == []
+
+
 # --- what comes back ---
 
 
@@ -126,15 +161,15 @@ def test_a_stranger_s_machine_writes_nowhere_else(tmp_path: Path) -> None:
 
 
 def test_what_unpacks_to_more_than_is_taken_is_refused() -> None:
-    bomb = base64.b85encode(bz2.compress(bytes(bundle.MAX_BYTES + 1))).decode()
-    for text in (bomb, "no bundle", base64.b85encode(bz2.compress(b"no archive" * 100)).decode()):
+    bomb = base64.b85encode(lzma.compress(bytes(bundle.MAX_BYTES + 1))).decode()
+    for text in (bomb, "no bundle", base64.b85encode(lzma.compress(b"no archive" * 100)).decode()):
         with pytest.raises(CorruptFile):
             bundle.unpacked(text)
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("out/large", bytes(bundle.MAX_BYTES + 1))
     with pytest.raises(CorruptFile, match="more than"):
-        bundle.unpacked(base64.b85encode(bz2.compress(out.getvalue())).decode())
+        bundle.unpacked(base64.b85encode(lzma.compress(out.getvalue())).decode())
 
 
 # --- for real ---
@@ -191,7 +226,7 @@ def test_a_verification_comes_home_into_the_records(hotlap_on_runpod: Hotlap, tm
     assert done.returncode == 8, done.stderr
     assert done.stdout.startswith("fail: ") and "is proven dead" in done.stderr
     (row,) = records.read(contest, micro(contest))
-    assert row["verdict"] == "fail" and replay.replay(contest / row["report"])["verdict"] == "fail"
+    assert row["verdict"] == "fail" and verdicts.replay(contest / row["report"])["verdict"] == "fail"
     assert records.check(contest) == []
 
 

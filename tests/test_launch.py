@@ -24,7 +24,7 @@ from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.proof import Patience
 from hotlap.cloud.reaper import Reaper
-from hotlap.cloud.secrecy import redactor
+from hotlap.secrecy import redactor
 from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import BudgetRefused, HotlapError, Survivors
 from hotlap.testing.fake_runpod import FakeRunpod
@@ -361,7 +361,7 @@ def test_doctor_says_what_a_key_opens_and_that_nobody_reaps(
     assert len(problems) == (2 if key == "planted-key" else 1)
     assert rows["reaper"].startswith("never seen")
     on_runpod = next(text for name, text in told if name == "worst loss" and text.startswith("on runpod"))
-    assert "850 s, which at $3 an hour is $0.71" in on_runpod
+    assert "850 s, which at $3 an hour is $0.75" in on_runpod
 
 
 # --- secrets ---

@@ -41,7 +41,7 @@ CORE = {
     "config_model": "config_base",
     "config_techniques": "config_base config_model",
     "config_cloud": "config_base",
-    "config": "config_base config_cloud config_data config_model config_techniques durable errors",
+    "config": "config_base config_cloud config_data config_model config_techniques durable errors secrecy",
     "clock": "config errors",
     "checkpoint": "clock durable errors",
     "child": "clock errors tether",
@@ -54,6 +54,7 @@ CORE = {
     "guard": "clock config durable errors",
     "translate": "config errors",
     "tether": "",
+    "secrecy": "",
 }
 """A core module, and the core modules below it. The widest name wins: everything above core may import all of it."""
 

@@ -397,7 +397,8 @@ def test_the_worst_case_loss_is_ttl_reaper_period_and_proof() -> None:
     assert overdue_s(CloudConfig(reaper=ReaperConfig(period_minutes=2))) == 180.0
     page = (Path(__file__).parents[1] / "docs" / "money.md").read_text()
     assert "490 s + 300 s + 60 s = 850 s" in page
-    assert f"{usd(Rate(3_000_000, 1, 1).cost(850).usd_micros)}" in page
+    assert runpod.billing_unit_s == 60 and usd(Rate(3_000_000, 1, 60).cost(850).usd_micros) == "$0.7500"
+    assert "850 s, at $3 an hour\n$0.75:" in page
 
 
 def test_sum_and_lease_are_plain_data() -> None:

@@ -1,6 +1,8 @@
 """Modal's own SDK against a fake of its server: what is asked for, what an answer means, and ends without anybody."""
 
 import json
+import os
+import random
 import sys
 import time
 import tomllib
@@ -10,12 +12,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from hotlap import clock
+from hotlap import clock, durable
 from hotlap.cli import cli
 from hotlap.cloud import preparing
 from hotlap.cloud.launcher import Job, Launcher, LeaseEnd, Stops, World, plan_of
 from hotlap.cloud.ledger import Ledger
-from hotlap.cloud.modal import CPUS, MEMORY_MIB, ModalProvider
+from hotlap.cloud.modal import CPUS, MEMORY_MIB, ModalProvider, sdk
+from hotlap.cloud.modal_volume import ModalVolume
 from hotlap.cloud.proof import Patience
 from hotlap.cloud.provider import Offer, Start, Tags, Where
 from hotlap.cloud.reaper import Reaper
@@ -33,6 +36,7 @@ from hotlap.errors import (
     NotCreated,
     ProviderFailed,
 )
+from hotlap.testing import fake_modal
 from hotlap.testing.fake_modal import FakeModal
 
 pytestmark = pytest.mark.long
@@ -139,6 +143,18 @@ def test_a_refusal_is_told_from_a_doubt(
     assert type(raised.value) is kind, raised.value
 
 
+@pytest.mark.parametrize("status", ["UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "INVALID_ARGUMENT"])
+def test_what_befalls_the_wait_behind_a_create_is_no_word_about_the_create(
+    modal_cloud: FakeModal, provider: ModalProvider, status: str
+) -> None:
+    modal_cloud.faults["SandboxCreate"] = ["no_capacity"]
+    for request_name in ("SandboxGetTaskId", "SandboxTerminate"):
+        modal_cloud.faults[request_name] = [status] * 20
+    with pytest.raises(AmbiguousCreate):
+        provider.create(OFFER, tags_of(), Start(SLEEP, image="image"))
+    assert len(modal_cloud.alive()) == 1
+
+
 def test_the_server_ends_it_at_its_time_and_boot_before_that(modal_cloud: FakeModal, provider: ModalProvider) -> None:
     provider.create(OFFER, tags_of(6.0), Start(SLEEP, image="image"))
     wait_until(lambda: modal_cloud.alive() == [])
@@ -151,6 +167,16 @@ def test_the_server_ends_it_at_its_time_and_boot_before_that(modal_cloud: FakeMo
     *_, sandbox = modal_cloud.sandboxes.values()
     assert sandbox.result.status == sandbox.result.GENERIC_STATUS_SUCCESS
     assert clock.wall_s() - sandbox.created_at_s < 50.0
+
+
+def test_a_clock_that_is_set_back_makes_no_sandbox_live_longer(
+    modal_cloud: FakeModal, provider: ModalProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = provider.machines().now_s
+    monkeypatch.setattr(clock, "wall_s", lambda: time.time() - 3600.0)
+    provider.create(OFFER, Tags("0d" * 8, "me", "nonce", int(now_s) + 60), Start(SLEEP, image="image"))
+    (sandbox,) = modal_cloud.sandboxes.values()
+    assert sandbox.definition.timeout_secs <= 60
 
 
 def test_the_reaper_finds_every_page_and_ends_what_is_past_its_time(
@@ -192,6 +218,45 @@ def test_a_volume_s_files_come_and_go_once_and_are_checked(
     damaged = volume("get", "data/train.jsonl", "other")
     assert isinstance(damaged.exception, CorruptFile) and not Path("other").exists()
     assert isinstance(volume("get", "data/none", "none").exception, MissingArtifact)
+    # What a machine wrote since has no hash any more, and what it removed is put there again.
+    os.utime(tmp_path / "modal" / "volume" / "data/train.jsonl", (2_000_000_000, 2_000_000_000))
+    assert volume("get", "data/train.jsonl", "other").exit_code == 0 and Path("other").read_bytes() == b"y" * 100_000
+    del modal_cloud.files["data/empty"]
+    assert volume("put", "data/empty", "data/empty").stderr.startswith("put: ")
+
+
+def test_a_download_that_was_cut_goes_on_with_the_block_it_was_in(
+    modal_cloud: FakeModal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdk().volume, "BLOCK_SIZE", 64 << 10)
+    monkeypatch.setattr(fake_modal, "BLOCK_BYTES", 64 << 10)
+    data = random.Random(0).randbytes(300_000)
+    modal_cloud.volumes.add("vol")
+    modal_cloud.files["runs/mine/adapter.bin"] = data  # a machine wrote it, so there is no hash of it
+    append, num_left = durable.disk.append, [2]
+
+    def dying(path: Path, chunk: bytes) -> None:
+        if num_left[0] == 0:
+            append(path, chunk[:1000])
+            raise KeyboardInterrupt
+        num_left[0] -= 1
+        append(path, chunk)
+
+    monkeypatch.setattr(durable.disk, "append", dying)
+    with pytest.raises(KeyboardInterrupt):
+        ModalVolume("vol").get("runs/mine/adapter.bin", tmp_path / "back")
+    monkeypatch.setattr(durable.disk, "append", append)
+    (part,) = tmp_path.glob(".back.*.part")
+    assert part.stat().st_size == 2 * (64 << 10) + 1000 and not (tmp_path / "back").exists()
+    modal_cloud.blocks_sent.clear()
+    assert ModalVolume("vol").get("runs/mine/adapter.bin", tmp_path / "back") is True
+    assert sorted(modal_cloud.blocks_sent) == [2 * (64 << 10), 3 * (64 << 10), 4 * (64 << 10)]
+    assert (tmp_path / "back").read_bytes() == data and list(tmp_path.glob(".back*")) == []
+    # A file that is another by now is not put behind the part of the one before.
+    part.write_bytes(b"of the other")
+    modal_cloud.files["runs/mine/adapter.bin"] = data[:200_000]
+    assert ModalVolume("vol").get("runs/mine/adapter.bin", tmp_path / "back") is True
+    assert (tmp_path / "back").read_bytes() == data[:200_000]
 
 
 def wait_until(is_so: Callable[[], bool], patience_s: float = 60.0) -> None:
@@ -225,5 +290,6 @@ def test_a_launch_needs_neither_volume_nor_image_and_says_of_which_day_its_price
     words = ["launch", "--on", "modal", "--base-model", "m", "--dataset", "d", "--dry-run", "--json"]
     told = CliRunner().invoke(cli, words)
     assert told.exit_code == 0, told.output
-    assert "these are of 2026-10-08" in told.stderr and json.loads(told.stdout)["num_machines"] == 2
+    assert "these are of 2026-10-08" in told.stderr and "if it cannot be pulled, nothing is made" in told.stderr
+    assert json.loads(told.stdout)["num_machines"] == 2
     assert modal_cloud.sandboxes == {} and modal_cloud.volumes == set()

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from test_errand_alone import STUDY
 from test_rented import QuickRunpod
 
 import hotlap
@@ -336,6 +337,12 @@ def test_the_founding_form_prepares_trains_and_resumes(
         assert runs.is_finished(folder) and (folder.path / "adapter").exists()
         again, _ = launch()
         assert (again["reason"], again["leases"]) == ("done", [])
+        # A study on the same volume finds hotlap there, and leaves its journal there.
+        (tmp_path / "lr.toml").write_text(STUDY)
+        words = ["launch", str(tmp_path / "lr.toml"), "--job", "research", "--volume-id", volume_id, "--image", IMAGE]
+        searched, talk = launch("--json", "--trials", "1")
+        assert searched["exit_code"] == 0, talk
+        assert "decision" in {row["kind"] for row in durable.read_rows(volume / "studies" / "lr" / "experiments.jsonl")}
     finally:
         server.terminate()
         server.wait(timeout=20)

@@ -239,7 +239,11 @@ def test_what_a_broken_listing_did_show_is_acted_on(home: Path) -> None:
 def test_the_sign_of_life() -> None:
     assert reaper.last_sign() is None
     reaper.leave_sign([Report("local"), Report("runpod", failure="down")], 5.0)
-    assert reaper.last_sign() == {"at_s": 5.0, "providers": ["local", "runpod"], "is_clean": False}
+    assert reaper.last_sign() == {"at_s": 5.0, "providers": ["local"], "is_clean": False}
+    settings = CloudConfig()
+    assert reaper.is_watched("local", settings, 900.0) and not reaper.is_watched("local", settings, 906.0)
+    # A key that lacks here, or that the provider refused: nobody saw what is alive there.
+    assert not reaper.is_watched("runpod", settings, 6.0) and not reaper.is_watched("modal", settings, 6.0)
 
 
 # --- cron ---

@@ -153,6 +153,6 @@ def test_offers_that_fit_come_first_by_the_price_of_a_slice() -> None:
     )
     prices = [row["usd_per_slice"] for row in fitting]
     assert prices == sorted(prices)
-    # 490 s at 105 % of the price.
-    assert fitting[0]["usd_per_slice"] == pytest.approx(fitting[0]["usd_per_hour"] * 1.05 * 490 / 3600, rel=1e-4)
+    # 490 s, of which each minute counts that is begun, at 105 % of the price.
+    assert fitting[0]["usd_per_slice"] == pytest.approx(fitting[0]["usd_per_hour"] * 1.05 * 540 / 3600, rel=1e-4)
     assert {row["fits"] for row in unknown} == {None}

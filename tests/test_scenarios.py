@@ -589,7 +589,7 @@ def test_a_stop_the_day_after_books_no_more_than_the_machine_can_have_cost(stage
     assert s.alive() == []
     patience = Patience(60.0, s.clock.now_s, s.sleep_s)
     (closed,) = launches.stop("run", s.ledger, s.settings, lambda _name: s.provider, patience, s.words.append)
-    at_most_s = TTL_S + REAPER_PERIOD_S + PROOF_S
+    at_most_s = math.ceil((TTL_S + REAPER_PERIOD_S + PROOF_S) / 60) * 60  # each minute that is begun
     assert (closed.state, closed.gpu_s) == ("settled", at_most_s)
     assert closed.usd_micros == math.ceil(at_most_s * closed.usd_micros_per_hour * 1.05 / 3600)
     s.require_sound()

@@ -5,8 +5,9 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sshd import Box
@@ -135,11 +136,24 @@ def test_a_listing_waits_for_what_is_being_made(box: Box, tmp_path: Path) -> Non
     assert seen == [True]
 
 
-def test_files_go_to_the_box_and_come_back_whole(box: Box, tmp_path: Path) -> None:
+def test_files_go_to_the_box_and_come_back_whole(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run is pulled from it as from any volume; what was cut goes on."""
     there = BoxVolume(SshProvider(box.settings))
     (tmp_path / "adapter.bin").write_bytes(random.Random(5).randbytes(CHUNK_BYTES + 1000))
+    whole = (tmp_path / "adapter.bin").read_bytes()
+    (box.home / "runs" / "mine").mkdir(parents=True)
+    sent_before = box.home / "runs" / "mine" / f".metrics.jsonl.{durable.sha256_bytes(whole)[:12]}.part"
+    sent_before.write_bytes(whole[:5000])
+    sent: list[bytes] = []
+    ask = SshProvider.ask
+
+    def counted(provider: SshProvider, what: str, order: Any, send: Iterable[bytes] = (), **more: Any) -> Any:
+        return ask(provider, what, order, send=(sent.append(chunk) or chunk for chunk in send), **more)
+
+    monkeypatch.setattr(SshProvider, "ask", counted)
     assert there.put(tmp_path / "adapter.bin", "runs/mine/metrics.jsonl")
+    assert sum(map(len, sent)) == len(whole) - 5000 and not sent_before.exists()
+    monkeypatch.undo()
     assert (box.home / "runs/mine/metrics.jsonl").read_bytes() == (tmp_path / "adapter.bin").read_bytes()
     digest = durable.sha256_file(tmp_path / "adapter.bin")
     (tmp_path / "runs" / "mine").mkdir(parents=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trial_program
+from money import NOON_S
 from research_stage import Stage, essence, living_trials, make_study, start_study
 
 from hotlap import clock
@@ -330,9 +331,10 @@ def test_a_claim_that_fresh_runs_do_not_bear_out(tmp_path: Path) -> None:
     assert json.loads((stage.folder.path / "best.json").read_text())["config"] is None
 
 
-def test_the_day_has_an_end(tmp_path: Path) -> None:
+def test_the_day_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(make_study(tmp_path, trials_per_day=5))
-    day = clock.utc_text(clock.wall_s())[:10]
+    monkeypatch.setattr(clock, "wall_s", lambda: NOON_S)  # it must not end while this goes on
+    day = clock.utc_text(NOON_S)[:10]
     assert stage.act(lambda history, secret: plan.next_in_search(history, secret, day, 50)) == "day"
     assert stage.history.num_started == 5
     assert stage.act(lambda history, secret: plan.next_in_search(history, secret, "2099-01-01", 1)) == "trials"

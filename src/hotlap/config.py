@@ -22,6 +22,7 @@ from hotlap.config_data import DataConfig, PackingConfig
 from hotlap.config_model import LoraConfig, ModelConfig, OptimConfig
 from hotlap.config_techniques import TechniquesConfig
 from hotlap.errors import ConfigError
+from hotlap.secrecy import without_login
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
@@ -306,4 +307,7 @@ def _in_words(item: Mapping[str, Any]) -> str:
     if item["type"] == "missing":
         return "is missing"
     words = str(item["msg"]).removeprefix("Value error, ")
-    return f"{words} (got {item['input']!r})" if not isinstance(item["input"], Mapping) else words
+    if isinstance(item["input"], Mapping):
+        return words
+    # A database's address in the wrong place must not show its password.
+    return f"{words} (got {without_login(repr(item['input']))})"

@@ -118,7 +118,7 @@ def main() -> NoReturn:
 
 
 def _report_bug(error: Exception) -> NoReturn:
-    traceback.print_exception(error)
+    click.echo(_redacted("".join(traceback.format_exception(error))), err=True, nl=False)
     _leave(
         1, "unexpected", f"{type(error).__name__}: {error}. This is a bug of hotlap's; please report the lines above."
     )
@@ -133,10 +133,18 @@ def _require_utf8(arguments: list[str]) -> None:
             raise click.UsageError(f"{argument!a} is not UTF-8. Rename it, or set a UTF-8 locale.") from None
 
 
+def _redacted(text: str) -> str:
+    """Without the secrets of this environment: whoever asks for help shows these lines to others."""
+    from hotlap.secrecy import redactor
+
+    return redactor()(text)
+
+
 def _leave(code: int, reason: str, message: str) -> NoReturn:
     """Say why on the last line of standard error, which is one line, and as JSON where JSON was asked for."""
     from hotlap.cli.progress import plain
 
+    message = _redacted(message)
     if "--json" in sys.argv:
         click.echo(json.dumps({"exit_code": code, "reason": reason, "message": message}))
     click.echo(plain(f"hotlap: exit {code} {reason}: {' '.join(message.split())}"), err=True)

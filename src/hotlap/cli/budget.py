@@ -93,7 +93,7 @@ def _print(report: dict[str, Any], place: str) -> None:
         f"going on like this: ${ahead['usd_micros_per_30_days'] / 1e6:,.2f} in 30 days; the caps allow "
         f"${ahead['at_most_usd_micros_per_30_days'] / 1e6:,.2f}"
     )
-    click.echo(f"ledger: {place}", err=True)
+    click.echo(f"ledger: {place}; it is of machines, and storage of volumes is not in it", err=True)
 
 
 def _print_csv(rows: list[dict[str, Any]]) -> None:

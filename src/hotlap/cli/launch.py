@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,15 +114,21 @@ class _Asked:
 
 
 def _launch(asked: _Asked) -> int:
-    from hotlap.cli import launch_offers, launch_work
-    from hotlap.cloud import launches, rental
-    from hotlap.cloud.ledger import Ledger
+    from hotlap.cloud import rental
     from hotlap.config import load_cloud
 
     settings, cloud = asked.settings(), load_cloud()
     asked = replace(asked, volume_id=rental.volume_of(asked.provider, asked.volume_id))
     rental.require_slices(asked.num_slices)
-    provider = rental.open_provider(asked.provider, cloud)
+    with closing(rental.open_provider(asked.provider, cloud)) as provider:
+        return _launch_on(provider, asked, settings, cloud)
+
+
+def _launch_on(provider: "Provider", asked: _Asked, settings: "RunConfig | None", cloud: "CloudConfig") -> int:
+    from hotlap.cli import launch_offers, launch_work
+    from hotlap.cloud import forewords, launches, rental
+    from hotlap.cloud.ledger import Ledger
+
     if asked.shows_offers:
         return launch_offers.show(settings, provider, asked.where(), asked.as_json)
     ledger = Ledger(cloud)
@@ -138,13 +144,15 @@ def _launch(asked: _Asked) -> int:
     if not work.jobs(num_slices):
         return _tell(asked.as_json, run, 0, "done", "there is nothing to be prepared", [])
     if asked.job == "research" and asked.config is not None:
-        click.echo(launch_work.session_in_words(asked.config, work, offers, place), err=True)
-    if said := rental.prices_in_words(asked.provider, cloud):
-        click.echo(said, err=True)
+        _say(launch_work.session_in_words(asked.config, work, offers, place))
+        _say(launch_work.room_in_words(work) if work.results else None)
+    _say(forewords.prices_in_words(asked.provider, cloud), forewords.image_in_words(provider.traits, image))
     worst = rental.worst_case(offers, work.jobs(num_slices), provider, cloud)
+    unwatched = forewords.unwatched_in_words(provider.traits, cloud)
     if asked.dry_run:
+        _say(unwatched)
         return _tell_worst(worst, run, asked.as_json)
-    click.echo(_in_words(worst, asked.provider, worst.num_machines), err=True)
+    _say(_in_words(worst, asked.provider, worst.num_machines), unwatched)
     launches.require_no_other(run)
     if asked.detach:
         return _leave_behind(run, asked.as_json)
@@ -160,6 +168,7 @@ def _errand(asked: _Asked, place: "Place", cloud: "CloudConfig") -> "Work":
     from hotlap.cli import launch_work
 
     errand, kept = launch_work.errand_of(asked.job, asked.config, place, cloud, asked.num_trials, asked.num_runs)
+    launch_work.require_no_secret(errand, kept)
     work = launch_work.of_errand(errand, kept, place)
     return work if work.results is None else replace(work, renew=lambda: _errand(asked, place, cloud).job)
 
@@ -193,11 +202,12 @@ class _Display:
     """Progress of slice after slice on standard error, and a line about each machine's end."""
 
     def __init__(self, settings: "RunConfig | None", results: str | None) -> None:
+        from hotlap.cli import launch_work
         from hotlap.cloud.bundle import Inbox
 
-        self._settings = settings
+        self._settings, self._results = settings, results
         self._progress: SliceProgress | None = None
-        self._inbox = None if results is None else Inbox(Path(), (results,))
+        self._inbox = None if results is None else Inbox(Path(), (results,), launch_work.take_home)
 
     def __enter__(self) -> "_Display":
         return self
@@ -229,9 +239,12 @@ class _Display:
             click.echo(text, err=True)
 
     def on_lease_end(self, lease_end: "LeaseEnd") -> None:
+        from hotlap.cli import launch_work
         from hotlap.cloud.receipts import receipt_path
 
         self._close()
+        if self._results is not None:
+            launch_work.show_study(Path(self._results))
         if self._inbox is not None and (wrong := self._inbox.what_is_wrong()):
             click.echo(f"not all results came home: {wrong}. Run the same command again, or name a volume", err=True)
         lease = lease_end.lease
@@ -298,6 +311,11 @@ def _leave_behind(run: str, as_json: bool) -> int:
         click.echo(f"it talks in {log}", err=True)
     process.returncode = 0  # left behind on purpose
     return 0
+
+
+def _say(*said: str | None) -> None:
+    for text in filter(None, said):
+        click.echo(text, err=True)
 
 
 def _tell_worst(worst: "WorstCase", run: str, as_json: bool) -> int:

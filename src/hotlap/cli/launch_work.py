@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from hotlap.research.space import StudyConfig
 
 _SESSION = 8
+_ROW_BYTES = 110
+"""Of a row of a journal, packed: measured of a study of GPTs."""
+
 _OPTUNAS = ("tpe", "gp", "cma")
 _EVALUATION_S = 300.0
 """Allowed beside each run of a verification, for its audit and evaluation."""
@@ -132,8 +135,7 @@ def errand_of(
                 f"for one. Lower study.budget_s, or edit limits.max_slice_minutes in cloud.toml."
             )
         errand = errands.research(path.stem, path.read_text(encoding="utf-8"), num_trials, cap_s, root)
-        so_far = [f"{errand.results}/{name}" for name in ("experiments.jsonl", "secret")]  # the rest is made of these
-        kept = {**_files_of(study), **bundle.read(Path(), so_far)} if is_alone else {}
+        kept = {**_files_of(study), **_so_far(errand)} if is_alone else {}
         return replace(errand, extra="gpt,optuna") if study.proposer in _OPTUNAS else errand, kept
     from hotlap.speedrun import recipe, submission, track
 
@@ -150,6 +152,57 @@ def errand_of(
         )
     folders = (path, chosen.folder.relative_to(Path.cwd()))
     return errand, bundle.read(Path(), (*(f"{folder.as_posix()}/**/*" for folder in folders), *errand.brings))
+
+
+def require_no_secret(errand: "Errand", kept: Mapping[str, bytes]) -> None:
+    """
+    Raises:
+        UsageError: a file that goes along holds the value of a secret of this environment.
+    """
+    from hotlap import secrecy
+
+    texts = {**errand.files, **{name: data.decode(errors="replace") for name, data in kept.items()}}
+    for place, text in texts.items():
+        if names := secrecy.secrets_in(text):
+            raise UsageError(
+                f"{place} holds the value of {', '.join(names)}, and whoever can list the machine could read it. Take "
+                f"it out; nothing was rented."
+            )
+
+
+def _so_far(errand: "Errand") -> dict[str, bytes]:
+    """What is here of a study's results, without what no machine needs to go on."""
+    from hotlap.cloud import bundle
+    from hotlap.research import travel
+
+    files = bundle.read(Path(), errand.brings)
+    return {name: travel.thinned(data) if name.endswith(".jsonl") else data for name, data in files.items()}
+
+
+def take_home(name: str, data: bytes) -> bytes:
+    """A file of a study or a verification, as it is to be here when it comes from a machine."""
+    from hotlap.research import travel
+
+    here = Path(name)
+    return travel.restored(here.read_bytes(), data) if name.endswith(".jsonl") and here.exists() else data
+
+
+def show_study(folder: Path) -> None:
+    """Make a study's board of the journal that came home."""
+    from hotlap.research import board
+    from hotlap.research.history import StudyFolder
+
+    study = StudyFolder(folder)
+    if study.journal.exists():
+        board.write(study, study.read())
+
+
+def room_in_words(work: Work) -> str:
+    """How much longer a study's journal may get before it needs a volume."""
+    from hotlap.cloud import errands
+
+    num_rows = errands.room_in(work.job.start.argv) // _ROW_BYTES
+    return f"without a volume the journal goes along in the request, which has room for some {num_rows} rows more"
 
 
 def _files_of(study: "StudyConfig") -> dict[str, bytes]:

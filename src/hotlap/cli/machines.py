@@ -1,13 +1,14 @@
 """`hotlap machines`: what is rented now, from every provider; and what could be."""
 
 import json
+from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hotlap.cli.runs import print_table
-from hotlap.errors import ProviderFailed
+from hotlap.errors import HotlapError
 
 if TYPE_CHECKING:
     from hotlap.cloud.lease import Lease
@@ -32,30 +33,30 @@ def machines(offers: bool, as_json: bool) -> None:
     from hotlap.config import load_cloud
 
     settings = load_cloud()
-    providers = rental.configured(settings)
-    if offers:
-        rows = [_offer_row(asdict(offer)) for provider in providers for offer in provider.offers()]
-        click.echo(json.dumps(rows, indent=1)) if as_json else print_table(rows, _OFFERS)
-        return
-    leases = {lease.lease_id: lease for lease in Ledger(settings).open_leases()}
-    rows, troubles = list[dict[str, Any]](), list[ProviderFailed]()
-    for provider in providers:
-        rows += _rows(provider, leases, troubles)
-    click.echo(json.dumps(rows, indent=1)) if as_json else print_table(rows, _COLUMNS)
+    leases = {} if offers else {lease.lease_id: lease for lease in Ledger(settings).open_leases()}
+    rows, troubles = list[dict[str, Any]](), list[HotlapError]()
+    for name in rental.configured(settings):
+        # The trouble of one must not hide what is rented from another.
+        try:
+            with closing(rental.open_provider(name, settings)) as provider:
+                if offers:
+                    rows += [_offer_row(asdict(offer)) for offer in provider.offers()]
+                else:
+                    rows += _rows(provider, leases, troubles)
+        except HotlapError as error:
+            troubles.append(error)
+    click.echo(json.dumps(rows, indent=1)) if as_json else print_table(rows, _OFFERS if offers else _COLUMNS)
     if troubles:
         raise troubles[0]
 
 
-def _rows(provider: "Provider", leases: dict[str, "Lease"], troubles: list[ProviderFailed]) -> list[dict[str, Any]]:
-    """What is seen of one provider; its trouble must not hide what is rented from another."""
+def _rows(provider: "Provider", leases: dict[str, "Lease"], troubles: list[HotlapError]) -> list[dict[str, Any]]:
     from hotlap.cloud.provider import ListingBroken
 
     try:
         listing = provider.machines()
-    except ProviderFailed as error:
+    except ListingBroken as error:
         troubles.append(error)
-        if not isinstance(error, ListingBroken):
-            return []
         listing = error.seen
     return [_row(provider.traits.name, machine, listing, leases) for machine in listing.machines]
 

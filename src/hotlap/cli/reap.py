@@ -1,6 +1,10 @@
 """`hotlap reap`: end what must not be alive any more, on every provider, and say what survives."""
 
 import json
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -9,8 +13,10 @@ from hotlap import clock
 from hotlap.errors import HotlapError, UsageError
 
 if TYPE_CHECKING:
+    from hotlap.cloud.ledger import Ledger
     from hotlap.cloud.proof import Patience
-    from hotlap.cloud.reaper import Reaper, Report
+    from hotlap.cloud.reaper import Report
+    from hotlap.config import CloudConfig
 
 _PATIENCE_S = 180.0
 
@@ -34,8 +40,8 @@ def reap(dry_run: bool, all_owners: bool, install_cron: bool, as_json: bool) -> 
     from hotlap.cloud import reaper, rental
     from hotlap.cloud.ledger import Ledger
     from hotlap.cloud.proof import Patience
-    from hotlap.cloud.secrecy import redactor
     from hotlap.config import load_cloud
+    from hotlap.secrecy import redactor
 
     settings = load_cloud()
     if install_cron:
@@ -47,7 +53,7 @@ def reap(dry_run: bool, all_owners: bool, install_cron: bool, as_json: bool) -> 
             click.echo(line)
         return
     redact = redactor(settings.ledger.url)
-    owner, trouble = rental.owner_of(settings), None
+    trouble = None
     try:
         ledger = Ledger(settings)
     except HotlapError as error:
@@ -56,10 +62,8 @@ def reap(dry_run: bool, all_owners: bool, install_cron: bool, as_json: bool) -> 
     patience = Patience(
         _PATIENCE_S, clock.monotonic_s, clock.sleep_s, say=lambda text: click.echo(redact(text), err=True)
     )
-    reports = [
-        _sweep(reaper.Reaper(provider, ledger, settings, owner, all_owners), provider.traits.name, patience, dry_run)
-        for provider in rental.configured(settings)
-    ]
+    sweep = partial(_sweep, settings, ledger, all_owners, patience, dry_run)
+    reports = [_redacted(sweep(name), redact) for name in rental.configured(settings)]
     if not dry_run:
         reaper.leave_sign(reports, clock.wall_s())
     if as_json:
@@ -72,13 +76,27 @@ def reap(dry_run: bool, all_owners: bool, install_cron: bool, as_json: bool) -> 
     reaper.require_clean(reports)
 
 
-def _sweep(reaper: "Reaper", provider: str, patience: "Patience", is_dry_run: bool) -> "Report":
-    from hotlap.cloud.reaper import Report
+def _sweep(
+    settings: "CloudConfig",
+    ledger: "Ledger | None",
+    all_owners: bool,
+    patience: "Patience",
+    is_dry_run: bool,
+    name: str,
+) -> "Report":
+    from hotlap.cloud import rental
+    from hotlap.cloud.reaper import Reaper, Report
 
     try:
-        return reaper.reap(patience, is_dry_run)
+        with closing(rental.open_provider(name, settings)) as provider:
+            owner = rental.owner_of(settings)
+            return Reaper(provider, ledger, settings, owner, all_owners).reap(patience, is_dry_run)
     except Exception as error:  # noqa: BLE001  (whatever befalls one provider, machines of the others still cost)
-        return Report(provider, failure=f"the pass over {provider} broke off: {type(error).__name__}: {error}")
+        return Report(name, failure=f"the pass over {name} broke off: {type(error).__name__}: {error}")
+
+
+def _redacted(report: "Report", redact: Callable[[str], str]) -> "Report":
+    return report if report.failure is None else replace(report, failure=redact(report.failure))
 
 
 def _print(report: "Report", dry_run: bool) -> None:

@@ -179,11 +179,14 @@ def _end_rented(run: str) -> list[dict[str, Any]]:
     from hotlap.cloud import rental
     from hotlap.cloud.ledger import Ledger
     from hotlap.cloud.proof import Patience
+    from hotlap.secrecy import redactor
 
     settings = load_cloud()
 
+    redact = redactor(settings.ledger.url)
+
     def say(text: str) -> None:
-        click.echo(text, err=True)
+        click.echo(redact(text), err=True)
 
     patience = Patience(_PROOF_PATIENCE_S, clock.monotonic_s, clock.sleep_s, say=say)
     closed = launches.stop(

@@ -6,12 +6,12 @@ word: it is written below the folders that were named, and nowhere else.
 """
 
 import base64
-import bz2
 import hashlib
 import io
+import lzma
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,6 +21,9 @@ from hotlap.errors import CorruptFile
 EVENT = "bundle"
 MAX_BYTES = 8 << 20
 """Of what a text may unpack to, and of all the text that is taken from one machine."""
+
+_MEMORY_BYTES = 32 << 20
+"""Of what unpacking may take; a text may ask for gigabytes."""
 
 _LINE_CHARS = 3_000
 """Of a part. How long a line a provider's log keeps whole is not known; a container's own is cut at 16 KiB."""
@@ -32,7 +35,7 @@ def packed(files: Mapping[str, bytes]) -> str:
     with zipfile.ZipFile(out, "w") as archive:  # not compressed here: as a whole it packs better
         for name, data in sorted(files.items()):
             archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), data)
-    return base64.b85encode(bz2.compress(out.getvalue())).decode()
+    return base64.b85encode(lzma.compress(out.getvalue(), preset=6 | lzma.PRESET_EXTREME)).decode()
 
 
 def unpacked(text: str) -> dict[str, bytes]:
@@ -42,7 +45,7 @@ def unpacked(text: str) -> dict[str, bytes]:
     """
     too_much = f"Files that came with a machine's words are cut off, or more than {MAX_BYTES} bytes."
     try:
-        reader = bz2.BZ2Decompressor()
+        reader = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MEMORY_BYTES)
         data = reader.decompress(base64.b85decode(text), max_length=MAX_BYTES)
         if not reader.eof:
             raise CorruptFile(too_much)
@@ -51,7 +54,7 @@ def unpacked(text: str) -> dict[str, bytes]:
             if sum(entry.file_size for entry in entries) > MAX_BYTES:
                 raise CorruptFile(too_much)
             return {entry.filename: archive.read(entry) for entry in entries}
-    except (ValueError, OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, OSError, EOFError, RuntimeError, lzma.LZMAError, zipfile.BadZipFile, zlib.error) as error:
         raise CorruptFile(f"Files that came with a machine's words cannot be unpacked: {error}.") from None
 
 
@@ -80,10 +83,13 @@ def events(files: Mapping[str, bytes]) -> list[dict[str, Any]]:
 
 
 class Inbox:
-    """Takes events and writes the files that they make, below `folders` of `root` alone."""
+    """Takes events and writes the files that they make, below `folders` of `root` alone, each as `take_home` has it."""
 
-    def __init__(self, root: Path, folders: Sequence[str]) -> None:
+    def __init__(
+        self, root: Path, folders: Sequence[str], take_home: Callable[[str, bytes], bytes] = lambda _name, data: data
+    ) -> None:
         self._root, self._folders = root, [PurePosixPath(folder) for folder in folders]
+        self._take_home = take_home
         self._parts: dict[str, dict[int, str]] = {}
         self._num_chars = 0
         self._complaint = ""
@@ -111,12 +117,12 @@ class Inbox:
 
     def _write(self, text: str) -> list[str]:
         try:
-            files = {name: data for name, data in unpacked(text).items() if self._may_be_written(name)}
+            came = {name: data for name, data in unpacked(text).items() if self._may_be_written(name)}
         except CorruptFile as error:
             self._complaint = str(error)
             return []
-        write(self._root, files)
-        return list(files)
+        write(self._root, {name: self._take_home(name, data) for name, data in came.items()})
+        return list(came)
 
     def _may_be_written(self, name: str) -> bool:
         path = PurePosixPath(name)

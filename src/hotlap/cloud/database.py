@@ -32,6 +32,10 @@ def open_engine(url: str) -> sa.Engine:
     """
     try:
         parsed = sa.make_url(url)
+        if _is_cut_wrongly(parsed):
+            raise VolumeGone(
+                "ledger.url in cloud.toml has an @ in its user or password, where it means the host. Write it as %40."
+            )
         if parsed.drivername == "postgresql":
             parsed = parsed.set(drivername="postgresql+psycopg")
         is_sqlite = parsed.get_backend_name() == "sqlite"
@@ -75,9 +79,17 @@ def _set_up_postgres(connection: Any, _record: object) -> None:
 def shown(url: str) -> str:
     """An address as it may be read by anybody: without its password, and without its parameters, which may hold one."""
     try:
-        return sa.make_url(url).set(query={}).render_as_string(hide_password=True)
+        parsed = sa.make_url(url)
     except (exc.ArgumentError, ValueError):
         return "that ledger.url names"
+    if _is_cut_wrongly(parsed):
+        return "that ledger.url names"
+    return parsed.set(query={}).render_as_string(hide_password=True)
+
+
+def _is_cut_wrongly(parsed: sa.URL) -> bool:
+    """Whether a part of the password passes for the host, which is in every message."""
+    return "@" in (parsed.host or "")
 
 
 def was_cut(error: exc.DBAPIError) -> bool:
@@ -87,7 +99,7 @@ def was_cut(error: exc.DBAPIError) -> bool:
 
 def in_words(place: str, said: str) -> HotlapError:
     if "disk is full" in said or "No space left" in said:
-        return DiskFull(f"The ledger {place} takes nothing more: no space is left. Free some; nothing was rented.")
+        return DiskFull(f"The ledger {place} is full: no space is left. Free some; until then nothing is rented.")
     if "malformed" in said or "not a database" in said:
         return CorruptFile(f"The ledger {place} is damaged ({said}). Restore it; until then nothing is rented.")
     first_line = (said.splitlines() or ["no answer"])[0]

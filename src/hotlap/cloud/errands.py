@@ -6,7 +6,7 @@ is here of its results already. The machine makes the environment on its own dis
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -29,6 +29,9 @@ INSTALL_S = 240.0
 
 HERE = "."
 """Where the paths of an errand without a volume begin: in a folder of its machine's disk."""
+
+KEPT_OF_A_STUDY = ("experiments.jsonl", "secret")
+"""Its journal, and what all seeds come from. Everything else in its folder is made of these."""
 
 _DISK = "hotlap"
 
@@ -71,7 +74,8 @@ def research(name: str, text: str, num_trials: int | None, cap_s: float, root: s
     minutes = f"{max(0.1, (cap_s - START_S) / 60.0):.3f}"
     folder = str(PurePosixPath(root) / "studies")
     command = ("python", "-m", "hotlap", "research", "run", place, *trials, "--minutes", minutes)
-    argv, brings = (*command, "--output-dir", folder), (f"studies/{name}/*",)
+    argv = (*command, "--output-dir", folder)
+    brings = tuple(f"studies/{name}/{file}" for file in KEPT_OF_A_STUDY)
     return Errand(f"research-{name}"[:64], cap_s, argv, {place: text}, extra="gpt", brings=brings)
 
 
@@ -116,6 +120,11 @@ def job_of(errand: Errand, traits: Traits, python: str, boot_words: tuple[str, .
     return Job(errand.run, errand.cap_s, start)
 
 
+def room_in(argv: Sequence[str]) -> int:
+    """How many bytes a request with this command has left."""
+    return MAX_ARGV_BYTES - len(json.dumps(argv).encode())
+
+
 def job_by_request(errand: Errand, kept: Mapping[str, bytes], sent: Parcel, traits: Traits, image: str | None) -> Job:
     """The same on a machine without a volume. `kept` are the files that it works on, by their paths below `HERE`.
 
@@ -128,7 +137,7 @@ def job_by_request(errand: Errand, kept: Mapping[str, bytes], sent: Parcel, trai
     arriving = {"part": (0, 1, "".join(sent.parts())), "install": (errand.extra, [command])}
     words = (_DISK, sent.digest, sent.file_name, json.dumps(arriving))
     argv = boot_argv(("python3", "-I", "-c", packed(arrive.__file__), *words))
-    num_bytes = len(json.dumps(argv).encode())
+    num_bytes = MAX_ARGV_BYTES - room_in(argv)
     if num_bytes > MAX_ARGV_BYTES:
         raise UsageError(
             f"{errand.run} with its files and what is here of {errand.results} has {num_bytes} bytes, and one request "

@@ -1,7 +1,7 @@
 """The box's end of the `ssh` provider: its machines, made, listed, ended and read for one order that comes by a line,
 and files of the login's home.
 
-    python -m hotlap.cloud.far create|machines|terminate|logs|files|hash|get|put
+    python -m hotlap.cloud.far create|machines|terminate|logs|files|hash|get|begun|put
 
 It greets with a line of JSON about this box and then waits for the order, so whoever has no greeting has sent nothing.
 The answer is a line of JSON too. A file's bytes follow the order, or the answer. From its greeting to its answer a
@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Callable, Generator
@@ -27,9 +26,9 @@ from hotlap import durable
 from hotlap.cloud import boot
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.provider import Listing, ListingBroken, Offer, Start, Tags
-from hotlap.cloud.volume import CHUNK_BYTES, FolderVolume, finish
+from hotlap.cloud.volume import CHUNK_BYTES, FolderVolume, begun, finish
 from hotlap.config import hotlap_home
-from hotlap.errors import HotlapError
+from hotlap.errors import HotlapError, ProviderFailed
 
 Order = dict[str, Any]
 
@@ -80,11 +79,16 @@ def _send_file(order: Order) -> None:
             sys.stdout.buffer.write(chunk)
 
 
+def _begun(_provider: LocalProvider, order: Order) -> Any:
+    return begun(_home().place(order["key"]), order["sha256"])[1]
+
+
 def _put(_provider: LocalProvider, order: Order) -> Any:
-    path, left = _home().place(order["key"]), order["num_bytes"]
-    durable.make_dirs(path.parent)
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    durable.write_synced(part, b"")
+    path = _home().place(order["key"])
+    part, num_here = begun(path, order["sha256"])
+    left = max(0, order["num_bytes"] - num_here)
+    if num_here != order["begin"]:
+        raise ProviderFailed(f"Somebody else brings {order['key']} just now. Run the same command again.")
     while left and (chunk := sys.stdin.buffer.read(min(left, CHUNK_BYTES))):
         durable.disk.append(part, chunk)
         left -= len(chunk)
@@ -104,6 +108,7 @@ _ACTS: dict[str, Callable[[LocalProvider, Order], Any]] = {
     "files": _files,
     "hash": _hash,
     "get": _get,
+    "begun": _begun,
     "put": _put,
 }
 

@@ -4,6 +4,7 @@ Killed at any line, it leaves an intent that says what may exist, and a machine 
 judge by its tags. A create is never sent twice: what its answer leaves open is looked up.
 """
 
+import contextlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,16 +12,15 @@ from typing import Any
 
 from hotlap import clock
 from hotlap.cloud import receipts
-from hotlap.cloud.lease import Lease
+from hotlap.cloud.lease import Lease, require_few, require_none_overdue
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.money import rate_of, ttl_s, worst_rate
 from hotlap.cloud.proof import Patience, end_all, ended_s
-from hotlap.cloud.provider import Listing, Machine, Offer, Provider, Start, Tags, Traits, event_in
-from hotlap.cloud.watch import End, Plan, Seen, end_by_price, end_of, hear, see
+from hotlap.cloud.provider import Machine, Offer, Provider, Start, Tags, Traits, event_in
+from hotlap.cloud.watch import End, Plan, Seen, end_by_price, end_of, hear, over_by_s, see
 from hotlap.config import CloudConfig
 from hotlap.errors import (
     AmbiguousCreate,
-    BudgetRefused,
     HotlapError,
     MachineLost,
     NoCapacity,
@@ -28,6 +28,7 @@ from hotlap.errors import (
     NotCreated,
     ProviderFailed,
     RateLimited,
+    StorageFailed,
     Survivors,
 )
 
@@ -114,9 +115,10 @@ class Launcher:
 
         Raises:
             BudgetRefused, RunLocked: nothing was rented.
+            Survivors: a machine is not proven dead; the hold stays. Or one from before is long overdue, and nothing was
+                rented.
             NotCreated, NoPermission: nor here; every hold is given back.
             AmbiguousCreate: a machine may yet appear; the hold stays, and the reaper looks for it.
-            Survivors: a machine is not proven dead; the hold stays.
         """
         refusal: HotlapError | None = None
         for offer in offers:
@@ -135,6 +137,7 @@ class Launcher:
 
     def _rent(self, job: Job, offer: Offer) -> LeaseEnd:
         listing = self._provider.machines()
+        require_none_overdue(listing, self._owner, self._settings)
         require_few(listing, self._owner, self._settings)
         plan = plan_of(job, self._provider.traits)
         rented = self._hold(job, offer, plan, listing.now_s)
@@ -188,7 +191,7 @@ class Launcher:
             rented.no = error
             raise
         except ProviderFailed as error:
-            self._world.say(f"{error} Looking for {rented.tags.name} instead of asking again.")
+            self._world.say(self._world.redact(f"{error} Looking for {rented.tags.name} instead of asking again."))
             rented.receipt.note(ambiguous=str(error))
             machine = self._reconcile(rented)
         self._take(rented, [machine])
@@ -199,7 +202,7 @@ class Launcher:
         rented.created_at_s = min(machine.created_at_s for machine in machines)
         # Several are paid for together; a single one may say its price here and never again.
         quoted = rented.offer.usd_micros_per_hour
-        rented.price = sum(machine.usd_micros_per_hour or quoted for machine in machines)
+        rented.price = sum(machine.running_price or quoted for machine in machines)
         self._ledger.note_machine(rented.lease.lease_id, ",".join(rented.machine_ids))
         rented.receipt.note(at=("created", self._world.wall_s()), machine_id=",".join(rented.machine_ids))
 
@@ -249,21 +252,23 @@ class Launcher:
                 if seen.booted_s is not None and not was_booted:
                     rented.receipt.note(at=("booted", self._world.wall_s()))
                 if num_polls % _LIST_EVERY_POLLS == 0:
-                    seen = see(seen, self._provider.machines().find(machine_id), at_s)
+                    listing = self._provider.machines()
+                    is_late = listing.now_s >= rented.tags.not_after_s
+                    seen = see(seen, listing.find(machine_id), at_s, is_late)
                 num_polls += 1
             except RateLimited as error:
                 wait_s = max(wait_s, error.retry_after_s)
             except ProviderFailed as error:
                 self._world.say(self._world.redact(str(error)))
-            if seen.machine is not None and seen.machine.usd_micros_per_hour:
-                rented.price = seen.machine.usd_micros_per_hour
+            rented.price = (seen.machine and seen.machine.running_price) or rented.price
             end = end_by_price(rented.offer, rented.price) or end_of(seen, plan, self._world.now_s() - rented.sent_s)
             if end is not None:
                 rented.receipt.note(
                     at=("ended", self._world.wall_s()), end={"kind": end.kind, "message": end.message}, talk=seen.talk
                 )
                 return end
-            self._nap(wait_s)
+            # However long a provider asks us to wait, its machine costs meanwhile.
+            self._nap(min(wait_s, over_by_s(seen, plan) - (self._world.now_s() - rented.sent_s)))
         return None
 
     def _forward(self, lines: Sequence[str]) -> None:
@@ -318,16 +323,21 @@ class Launcher:
         ends = end_all(self._provider, victims, patience)
         proof = {machine_id: evidence.as_json() for machine_id, (evidence, _) in ends.items()}
         if not all(is_proven for _, is_proven in ends.values()):
-            rented.receipt.note(proof_so_far=proof)
+            with contextlib.suppress(StorageFailed):  # a full disk must not hide that something is alive
+                rented.receipt.note(proof_so_far=proof)
             raise Survivors(
                 f"{', '.join(rented.machine_ids)} of {traits.name} is not proven dead; its worst case stays held. "
                 f"Run: hotlap reap, which may end it from {clock.utc_text(rented.lease.not_after_s)} on, "
                 f"or: hotlap stop {rented.lease.run}."
             )
         price = {"actual_usd_micros_per_hour": rented.price}
-        rented.receipt.note(at=("proven", self._world.wall_s()), proof=proof, price=price)
         at_s = ended_s({machine_id: evidence for machine_id, (evidence, _) in ends.items()})
-        lease = self._ledger.settle(rented.lease.lease_id, at_s, rented.price, rented.outcome)
+        try:
+            rented.receipt.note(at=("proven", self._world.wall_s()), proof=proof, price=price)
+            lease = self._ledger.settle(rented.lease.lease_id, at_s, rented.price, rented.outcome)
+        except StorageFailed:
+            self._world.say(f"{', '.join(rented.machine_ids)} is proven dead; hotlap reap will book what it cost.")
+            raise
         rented.receipt.settle(lease, proof)
         return lease
 
@@ -343,20 +353,6 @@ def plan_of(job: Job, traits: Traits) -> Plan:
         ttl_s=ttl_s(job_s, traits),
         visibility_s=traits.visibility_s,
     )
-
-
-def require_few(listing: Listing, owner: str, settings: CloudConfig) -> None:
-    """
-    Raises:
-        BudgetRefused: the provider lists as many machines of this owner as may live, whatever the ledger says.
-    """
-    alive = [each for each in listing.machines if each.is_ours and each.owner == owner and each.state != "terminated"]
-    if len(alive) >= settings.limits.max_live_machines:
-        raise BudgetRefused(
-            f"{len(alive)} machines of {owner} are alive ({', '.join(each.machine_id for each in alive)}), and "
-            f"{settings.limits.max_live_machines} is the limit. Run: hotlap reap, or edit limits.max_live_machines in "
-            f"cloud.toml."
-        )
 
 
 def outcome_of(end: End | None) -> str:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from hotlap import clock, durable
-from hotlap.cloud import receipts
+from hotlap.cloud import receipts, rental
 from hotlap.cloud.lease import Lease
 from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.proof import Patience, end_all, last_bill
 from hotlap.cloud.provider import NAME_PREFIX, Provider
 from hotlap.config import CloudConfig, hotlap_home
-from hotlap.errors import Survivors, UsageError
+from hotlap.errors import HotlapError, Survivors, UsageError
 
 _POLL_S = 0.1
 
@@ -81,7 +81,7 @@ def stop(
     """End whatever is rented for a run, and return its leases, closed. Nothing rented is an empty list.
 
     Raises:
-        Survivors: a machine is not proven dead.
+        Survivors: a machine is not proven dead, or may yet appear.
     """
     mine = {lease.lease_id for lease in ledger.open_leases(run)}
     pid = supervisor(run)
@@ -94,10 +94,22 @@ def stop(
             patience.sleep_s(_POLL_S)
         if supervisor(run) == pid:
             raise Survivors(f"Process {pid} does not leave {run}. End it, then run hotlap stop {run} again.")
+    troubles: list[HotlapError] = []
     for lease in ledger.open_leases(run):
         mine.add(lease.lease_id)
-        _end(lease, ledger, settings, provider_of(lease.provider), patience, say)
-    return ledger.leases(sorted(mine))
+        try:
+            _end(lease, ledger, settings, provider_of(lease.provider), patience)
+        except HotlapError as error:  # one provider's trouble does not spare a machine of another
+            troubles.append(error)
+    if troubles:
+        raise troubles[0]
+    leases = ledger.leases(sorted(mine))
+    if doubts := [each for each in leases if each.is_open]:
+        raise Survivors(
+            f"Of {run} a machine may yet appear: {', '.join(NAME_PREFIX + each.lease_id for each in doubts)} was asked "
+            f"for, and nobody saw it so far. It stays charged, and hotlap reap goes on looking."
+        )
+    return leases
 
 
 def _end(
@@ -106,29 +118,32 @@ def _end(
     settings: CloudConfig,
     provider: Provider,
     patience: Patience,
-    say: Callable[[str], None],
 ) -> None:
     """Find the machine of a lease whose launcher is gone, end it, and settle. An unseen one is left to the reaper."""
     listing = provider.machines()
     victims = {
         each.machine_id: each.created_at_s for each in listing.machines if each.name == NAME_PREFIX + lease.lease_id
     }
-    if not victims and lease.provider == "local" and not receipts.receipt_path(lease.lease_id).exists():
-        # Its absence here proves nothing: a ledger may be shared, a local machine is seen from its own home only.
+    is_theirs = lease.provider == "local" or lease.owner != rental.owner_of(settings)
+    if not victims and is_theirs and not receipts.receipt_path(lease.lease_id).exists():
+        # Its absence here proves nothing: a ledger may be shared, and neither homes nor accounts are.
+        whose = (
+            "is a local one of another home or computer"
+            if lease.provider == "local"
+            else f"was rented by {lease.owner}"
+        )
         raise Survivors(
-            f"{lease.machine_id or 'A machine'} of {lease.run} is a local one of another home or computer. Run hotlap "
-            f"stop {lease.run} there; it ends by itself at {clock.utc_text(lease.not_after_s)}."
+            f"{lease.machine_id or 'A machine'} of {lease.run} {whose}, and is not seen from here. Run hotlap stop "
+            f"{lease.run} there; its time is over at {clock.utc_text(lease.not_after_s)}."
         )
     victims |= {ident: lease.began_s for ident in (lease.machine_id or "").split(",") if ident and ident not in victims}
     if not victims:
-        say(f"Lease {lease.lease_id} has no machine so far; hotlap reap goes on looking, and it stays charged.")
         return
     ends = end_all(provider, list(victims.items()), patience)
     if not all(is_dead for _, is_dead in ends.values()):
         raise Survivors(f"{', '.join(victims)} of {lease.provider} is not proven dead. Run the same command again.")
     dead = {ident: evidence for ident, (evidence, _) in ends.items()}
-    price = next((each.usd_micros_per_hour for each in listing.machines if each.machine_id in victims), None)
-    at_s, price = last_bill(lease, dead, listing.machines, price, settings)
+    at_s, price = last_bill(lease, dead, listing.machines, settings)
     closed = ledger.settle(lease.lease_id, at_s, price, "stopped", "ended by hotlap stop")
     proof = {ident: evidence.as_json() for ident, evidence in dead.items()}
     receipts.open_receipt(lease.lease_id).settle(closed, proof)

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 from hotlap import clock
 from hotlap.cloud.money import Amount, Rate, worst_rate
+from hotlap.cloud.provider import Listing, Machine
 from hotlap.config import CloudConfig, hotlap_home
-from hotlap.errors import BudgetRefused, RunLocked
+from hotlap.errors import BudgetRefused, RunLocked, Survivors
 
 LeaseState = Literal["held", "unresolved", "settled", "released"]
 OPEN = ("held", "unresolved")
@@ -105,6 +106,42 @@ def _require_left(lease: Lease, whose: str, limit: Amount, used: Amount, keys: s
         f"The worst case of this machine is {lease.amount.text()}. {whose} has {left.text()} left of {limit.text()}. "
         f"{hint}; to raise it, edit budget.gpu_minutes{keys} or budget.usd{keys} in {hotlap_home() / 'cloud.toml'}."
     )
+
+
+def require_few(listing: Listing, owner: str, settings: CloudConfig) -> None:
+    """
+    Raises:
+        BudgetRefused: the provider lists as many machines of this owner as may live, whatever the ledger says.
+    """
+    alive = _alive(listing, owner)
+    if len(alive) >= settings.limits.max_live_machines:
+        raise BudgetRefused(
+            f"{len(alive)} machines of {owner} are alive ({', '.join(each.machine_id for each in alive)}), and "
+            f"{settings.limits.max_live_machines} is the limit. Run: hotlap reap, or edit limits.max_live_machines in "
+            f"cloud.toml."
+        )
+
+
+def require_none_overdue(listing: Listing, owner: str, settings: CloudConfig) -> None:
+    """
+    Raises:
+        Survivors: a machine of this owner is alive that a reaper should have ended, so there seems to be none.
+    """
+    latest_s = listing.now_s - overdue_s(settings)
+    overdue = {
+        each.machine_id: each.not_after_s
+        for each in _alive(listing, owner)
+        if each.ended_at_s is None and each.not_after_s is not None and each.not_after_s < latest_s
+    }
+    if overdue:
+        raise Survivors(
+            f"{', '.join(overdue)} should be dead since {clock.utc_text(min(overdue.values()))}, and nobody ended it. "
+            f"Nothing more is rented until it is: run hotlap reap, and hotlap reap --install-cron."
+        )
+
+
+def _alive(listing: Listing, owner: str) -> list[Machine]:
+    return [each for each in listing.machines if each.is_ours and each.owner == owner and each.state != "terminated"]
 
 
 def overdue_s(settings: CloudConfig) -> float:

@@ -20,7 +20,8 @@ from hotlap.cloud.database import default_url, in_words, open_engine, shown, was
 from hotlap.cloud.lease import Lease, LeaseState, Sum, day_of, next_day_s, overdue_s, require_room
 from hotlap.cloud.money import Amount
 from hotlap.config import CloudConfig
-from hotlap.errors import VolumeGone
+from hotlap.errors import HotlapError, VolumeGone
+from hotlap.secrecy import redactor
 
 T = TypeVar("T")
 
@@ -93,7 +94,7 @@ class Ledger:
         """
         url = url or settings.ledger.url or default_url()
         self._settings, self._sleep_s = settings, sleep_s
-        self.place = shown(url)
+        self.place, self._redact = shown(url), redactor(url, {})
         self._engine = open_engine(url)
         self._upsert = self._adding()
         with self._words(), self._engine.begin() as db:
@@ -310,7 +311,7 @@ class Ledger:
                     return work(db, is_again)
             except exc.DBAPIError as error:
                 if self._is_sqlite or not was_cut(error) or not waits_s:
-                    raise in_words(self.place, str(error.orig)) from None
+                    raise self._in_words(error) from None
             is_again = True
             self._sleep_s(waits_s.pop(0))
 
@@ -333,7 +334,10 @@ class Ledger:
         try:
             yield
         except exc.DBAPIError as error:
-            raise in_words(self.place, str(error.orig)) from None
+            raise self._in_words(error) from None
+
+    def _in_words(self, error: exc.DBAPIError) -> HotlapError:
+        return in_words(self.place, self._redact(str(error.orig)))
 
 
 def _select_leases(db: sa.Connection, where: sa.ColumnElement[bool]) -> list[Lease]:

@@ -31,6 +31,7 @@ from hotlap.cloud.provider import (
 from hotlap.config import hotlap_home
 from hotlap.config_cloud import LocalConfig
 from hotlap.errors import AmbiguousCreate, NotCreated, ProviderFailed
+from hotlap.secrecy import names_a_secret
 
 TRAITS = Traits(
     name="local",
@@ -219,7 +220,11 @@ def _reap_guardians(pid: int | None) -> None:
 
 
 def _environment(start: Start) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if name in _ENV_NAMES or name.startswith(_ENV_PREFIXES)}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _ENV_NAMES or (name.startswith(_ENV_PREFIXES) and not names_a_secret(name))
+    }
     for name, ref in start.secret_refs.items():
         if ref not in os.environ:
             raise NotCreated(f"The secret {ref} is not set in this environment; set it, or do not ask for {name}.")

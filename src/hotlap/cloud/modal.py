@@ -72,8 +72,7 @@ _MEMORY_GB = {
     "B200": 180.0,
 }
 
-_READ_S = 30.0
-_END_S = 30.0
+_READ_S, _END_S = 30.0, 30.0
 _BUILD_S = 900.0
 _NAME_TAG, _BORN_TAG = "HOTLAP_NAME", "HOTLAP_CREATED"
 
@@ -119,12 +118,17 @@ class ModalProvider:
         Raises:
             UsageError: the SDK is not installed.
             NoPermission: it has no token.
+            ProviderFailed: Modal does not answer.
         """
         self._sdk = sdk()
         self._settings, self._create_s = settings, create_s
         self._readers: dict[str, _Reader] = {}
+        self._listed_s: tuple[float, float] | None = None
         self._opened = contextlib.ExitStack()
-        self._client: Any = self._opened.enter_context(client())
+        try:
+            self._client: Any = self._opened.enter_context(client())
+        except self._sdk.exception.Error as error:
+            raise definite(error, "answer") from None
 
     @property
     def traits(self) -> Traits:
@@ -151,10 +155,10 @@ class ModalProvider:
         if start.image is None:
             raise NotCreated("No image is named, and Modal starts nothing without one. Name one with --image.")
         image = self._built(start.image, tags)
-        left_s = int(tags.not_after_s - clock.wall_s())
+        born_s = self._now_s()
+        left_s = int(tags.not_after_s - born_s)
         if left_s <= 0:
             raise NotCreated(f"The time of {tags.name} was over before it was made. Nothing was made; launch again.")
-        born_s = clock.wall_s()
         try:
             sandbox = asyncio.run(self._create_in_time(offer, tags, start, image, left_s, born_s))
         except Exception as error:  # noqa: BLE001  (whatever the SDK raises, it is sorted into no and perhaps)
@@ -240,16 +244,19 @@ class ModalProvider:
         """What a create that failed means: a no only where nothing can be there."""
         modal = self._sdk.exception
         said = f"Modal's create of {name} failed: {_said(error)}"
-        if isinstance(error, (modal.AuthError, modal.PermissionDeniedError)):
-            return NoPermission(f"{said}. Nothing was made. Run: modal token set.")
         if isinstance(error, _Queued):
             return NoCapacity(f"{said}. Choose another kind of machine or try later.")
-        if isinstance(error, (modal.ResourceExhaustedError, modal.ConflictError)) and not self._may_be_there(name):
+        forbidden = (modal.AuthError, modal.PermissionDeniedError)
+        exhausted = (modal.ResourceExhaustedError, modal.ConflictError)
+        is_no = isinstance(error, (*forbidden, *exhausted, modal.NotFoundError, modal.InvalidError))
+        # The SDK repeats a create whose answer was lost, and waits after it: what is there under this name is ours.
+        if not is_no or self._may_be_there(name):
+            return AmbiguousCreate(f"{said}. It may have been made all the same.")
+        if isinstance(error, forbidden):
+            return NoPermission(f"{said}. Nothing was made. Run: modal token set.")
+        if isinstance(error, exhausted):
             return NoCapacity(f"{said}. Nothing is left of it; choose another kind of machine or try later.")
-        if isinstance(error, (modal.NotFoundError, modal.InvalidError)) and not isinstance(error, modal.ConflictError):
-            return NotCreated(f"{said}. Nothing was made.")
-        # One that exists under this random name is this one: the SDK repeats a create whose answer was lost.
-        return AmbiguousCreate(f"{said}. It may have been made all the same.")
+        return NotCreated(f"{said}. Nothing was made.")
 
     def _may_be_there(self, name: str) -> bool:
         try:
@@ -276,7 +283,15 @@ class ModalProvider:
             return found
 
         machines = self._asked(_READ_S, read, "list its sandboxes")
-        return Listing(clock.wall_s(), tuple(machines))
+        now_s = clock.wall_s()
+        self._listed_s = (now_s, clock.monotonic_s())
+        return Listing(now_s, tuple(machines))
+
+    def _now_s(self) -> float:
+        """Of the clock by which a date of death was set at the last listing, also if it was set back since: the server
+        is told how long a sandbox may live, and not until when."""
+        wall_s, at_s = self._listed_s or (0.0, clock.monotonic_s())
+        return max(clock.wall_s(), wall_s + clock.monotonic_s() - at_s)
 
     def terminate(self, machine_id: str) -> bool:
         """Returns when the sandbox has its end state, which proves its death. Modal remembers those that ended."""
@@ -358,7 +373,7 @@ def definite(error: Exception, what: str) -> ProviderFailed:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__} {str(error)[:200]}".strip()
+    return f"{type(error).__name__} {str(error)[:200]}".strip(" .")
 
 
 def _words_of(tags: Tags, born_s: float) -> dict[str, str]:

@@ -3,16 +3,48 @@ itself does not tell: by it a file is known to be there already, and one that ar
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hotlap import durable
 from hotlap.cloud.modal import client, definite, sdk
-from hotlap.cloud.volume import Item, finish
-from hotlap.errors import MissingArtifact
+from hotlap.cloud.volume import Item, begun, finish
+from hotlap.errors import MissingArtifact, ProviderFailed
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _There:
+    num_bytes: int
+    at_s: int
+    """When it was written, in seconds since 1970."""
+
+    digest: str | None
+    """None: it was not put there, or was changed since."""
+
+
+class _Beginning:
+    """Stands before the SDK's requests, and has a file read from a place on."""
+
+    def __init__(self, requests: Any, begin: int) -> None:
+        self._requests, self._begin = requests, begin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._requests, name)
+
+    async def VolumeGetFile2(self, request: Any) -> Any:
+        request.start = self._begin
+        answer = await self._requests.VolumeGetFile2(request)
+        if answer.start != self._begin:
+            raise ProviderFailed("Modal does not read a file from its middle any more. Remove its .part and try again.")
+        return answer
+
+
 _HASHES = ".hotlap/sha256/"
+_BATCH_S = 5
+"""So far apart two files may be dated that were put there together."""
 
 
 class ModalVolume:
@@ -37,7 +69,8 @@ class ModalVolume:
 
     def put(self, source: Path, key: str) -> bool:
         digest = durable.sha256_file(source)
-        if self._hash_of(key) == digest:
+        there = self._there(key)
+        if there is not None and there.digest == digest:
             return False
 
         async def send() -> None:
@@ -53,35 +86,55 @@ class ModalVolume:
         return True
 
     def get(self, key: str, target: Path) -> bool:
-        digest = self._hash_of(key)
-        if digest and target.is_file() and durable.sha256_file(target) == digest:
+        there = self._there(key)
+        if there is None:
+            raise MissingArtifact(f"There is no {key} on {self._name}. hotlap volume ls shows what there is.")
+        if there.digest and target.is_file() and durable.sha256_file(target) == there.digest:
             return False
-        durable.make_dirs(target.parent)
-        part = target.with_name(f".{target.name}.part")
-        if part.exists():
-            durable.disk.remove(part)
-
-        async def read() -> None:
-            durable.disk.create(part, b"")
-            async for chunk in self._volume().read_file.aio(key):
-                durable.disk.append(part, chunk)
-
-        try:
-            self._asked(read, f"give {key}")
-        except FileNotFoundError:
-            durable.disk.remove(part)
-            raise MissingArtifact(f"There is no {key} on {self._name}. hotlap volume ls shows what there is.") from None
-        finish(part, target, digest, f"{key} of {self._name}")
+        part, num_here = begun(target, there.digest or durable.sha256_bytes(f"{there.num_bytes} {there.at_s}".encode()))
+        # Modal serves blocks, so a block that was cut is fetched again.
+        begin = num_here // self._sdk.volume.BLOCK_SIZE * self._sdk.volume.BLOCK_SIZE
+        if num_here:
+            durable.disk.truncate(part, begin)
+        durable.require_free(target.parent, there.num_bytes - begin)
+        if begin < there.num_bytes:
+            self._asked(lambda: self._read(key, begin, part), f"give {key}")
+        finish(part, target, there.digest, f"{key} of {self._name}", there.num_bytes)
         return True
 
-    def _hash_of(self, key: str) -> str | None:
-        async def read() -> str:
-            return b"".join([chunk async for chunk in self._volume().read_file.aio(_HASHES + key)]).decode()
+    async def _read(self, key: str, begin: int, part: Path) -> None:
+        """Append what a file has from there on. The SDK's reader has no word for a beginning, but its request has."""
+        if begin:
+            connection = self._sdk._utils.async_utils.synchronizer._translate_in(self._connection)
+            connection._control_plane_stub = _Beginning(connection._control_plane_stub, begin)
+        async for chunk in self._volume().read_file.aio(key):
+            durable.disk.append(part, chunk)
+
+    def _there(self, key: str) -> "_There | None":
+        """What lies under a key. None: nothing."""
+
+        async def read() -> _There | None:
+            file = await self._entry(key)
+            if file is None:
+                return None
+            known = await self._entry(_HASHES + key)
+            # A machine that wrote the file since did not write its hash.
+            if known is None or known.mtime + _BATCH_S < file.mtime:
+                return _There(file.size, file.mtime, None)
+            chunks = [chunk async for chunk in self._volume().read_file.aio(_HASHES + key)]
+            return _There(file.size, file.mtime, b"".join(chunks).decode())
 
         try:
-            return self._asked(read, f"give the hash of {key}")
+            return self._asked(read, f"tell of {key}")
         except FileNotFoundError:
             return None
+
+    async def _entry(self, key: str) -> Any:
+        try:
+            entries = await self._volume().listdir.aio(key)
+        except self._sdk.exception.NotFoundError:
+            return None
+        return next((each for each in entries if each.path.strip("/") == key and each.type.name == "FILE"), None)
 
     def _volume(self, create_if_missing: bool = False) -> Any:
         return self._sdk.Volume.from_name(self._name, create_if_missing=create_if_missing, client=self._connection)

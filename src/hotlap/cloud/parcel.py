@@ -39,14 +39,15 @@ _STAYS = re.compile(
 )
 """What no job on a rented machine uses."""
 
-_GOES = re.compile(r"(cloud/(__init__|bundle|errand|provider|worker)|cli/(__init__|commands))\.py")
-"""Of that, what every job there begins with."""
+_BEGINS = r"(cloud/(__init__|bundle|errand|provider)|cli/(__init__|commands))\.py"
+_GOES = re.compile(rf"{_BEGINS}|cloud/worker\.py")
+"""Of that, what every job there begins with, an errand or a slice."""
 
-_CORE = r"(__\w+__|checkpoint|child|clock|config\w*|durable|errors|guard|runs|supervise|tether)\.py|"
+_CORE = r"(__\w+__|checkpoint|child|clock|config\w*|durable|errors|guard|runs|secrecy|supervise|tether)\.py|"
 _ALONE = {
     "research": re.compile(
         _CORE + r"cli/(__init__|commands|research\w*|progress|runs)\.py|"
-        r"research/(?!lora|simulate|replay|ray_|price)\w+\.py"
+        r"research/(?!lora|simulate|replay|ray_|price|travel)\w+\.py"
     ),
     "verify": re.compile(_CORE + r"(artifacts|hub|pins|sources)\.py|speedrun/\w+\.py"),
 }
@@ -82,7 +83,8 @@ def pack(errand: Literal["research", "verify"] | None = None) -> Parcel:
     root = Path(hotlap.__file__).parent
     names, send = _names(root), _sent
     if errand is not None:
-        names, send = [name for name in names if _GOES.fullmatch(name) or _ALONE[errand].fullmatch(name)], _sent_bare
+        alone = re.compile(f"{_BEGINS}|{_ALONE[errand].pattern}")
+        names, send = [name for name in names if alone.fullmatch(name)], _sent_bare
     files = {f"hotlap/{name}": send(root, name) for name in names}
     headers, _, _read_me = (here.read_text("METADATA") or "").partition("\n\n")
     files[f"{info}/METADATA"] = (headers + "\n").encode()

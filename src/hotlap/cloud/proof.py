@@ -59,10 +59,13 @@ def ended_s(dead: Mapping[str, Evidence], listed: Sequence[Machine] = ()) -> flo
 
 
 def last_bill(
-    lease: Lease, dead: Mapping[str, Evidence], listed: Sequence[Machine], price: int | None, settings: CloudConfig
+    lease: Lease, dead: Mapping[str, Evidence], listed: Sequence[Machine], settings: CloudConfig
 ) -> tuple[float, int | None]:
-    """Until when, and at which price, a lease is settled whose launcher is gone."""
+    """Until when, and at which price, a lease is settled whose launcher is gone. Several machines are paid for
+    together."""
     at_s = ended_s(dead, listed)
+    victims = [each for each in listed if each.machine_id in dead]
+    price = sum(each.running_price or lease.usd_micros_per_hour for each in victims) or None
     if any(evidence.was_listed or evidence.accepted_at_s for evidence in dead.values()):
         return at_s, price
     # It was gone before anybody looked, ended by itself or by another; it cannot have outlived the reaper's next pass.

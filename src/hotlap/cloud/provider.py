@@ -18,6 +18,9 @@ from hotlap.errors import ProviderFailed
 
 NAME_PREFIX = "hotlap-"
 LINE_PREFIX = "HOTLAP: "
+PLATFORM_PREFIX = "[system] "
+"""Before what the platform says, and not the machine."""
+
 MAX_TTL_S = 24 * 3600
 """A longest life no tag can exceed; one that claims more is not believed."""
 
@@ -145,6 +148,12 @@ class Machine:
         return self.lease_id is not None and self.name == NAME_PREFIX + self.lease_id
 
     @property
+    def running_price(self) -> int | None:
+        """What an hour of it costs while it runs. One that stands still may cost its disk only, which says nothing of
+        the hours before."""
+        return None if self.state in ("exited", "error", "terminated") else self.usd_micros_per_hour
+
+    @property
     def is_doubtful(self) -> bool:
         return not self.is_ours and (self.lease_id is not None or self.name.startswith(NAME_PREFIX))
 
@@ -210,6 +219,9 @@ class Traits:
 
     blocks_network: bool = False
     """Whether it makes machines without a network."""
+
+    billing_unit_s: int = 1
+    """As of its offers."""
 
 
 class Provider(Protocol):

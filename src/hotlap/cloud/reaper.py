@@ -19,7 +19,7 @@ from hotlap.cloud.money import ttl_s, usd, worst_rate
 from hotlap.cloud.proof import Evidence, Patience, end_all, last_bill
 from hotlap.cloud.provider import NAME_PREFIX, Listing, ListingBroken, Machine, Provider
 from hotlap.config import CloudConfig, hotlap_home
-from hotlap.errors import ProviderFailed, Survivors
+from hotlap.errors import HotlapError, ProviderFailed, Survivors
 
 LATE_CREATE_S = 3600.0
 """How long after its deadline a machine is still looked for whose create gave no clear answer."""
@@ -164,7 +164,10 @@ class Reaper:
             report.failure = f"{error} {self._at_stake()}"
             return report
         report.now_s = listing.now_s
-        book = self._book(listing)
+        try:
+            book = self._book(listing)
+        except HotlapError as error:
+            return self._without_the_book(error, patience, is_dry_run)
         machines = [each for each in listing.machines if self._all_owners or each.owner in (self._owner, None)]
         report.warnings = warnings_of(listing.machines, self._owner, self._all_owners)
         leases = [lease for lease in book.values() if lease.is_open]
@@ -176,7 +179,9 @@ class Reaper:
         report.doomed = doomed(machines, deadlines, listing.now_s, longest_s, over, ceilings)
         if is_dry_run:
             return report
-        gone = unseen(book.values(), {machine.name for machine in listing.machines}, listing.now_s)
+        # Others of a shared ledger may rent from another account, where this listing proves nothing.
+        own = [each for each in book.values() if self._all_owners or each.owner == self._owner]
+        gone = unseen(own, {machine.name for machine in listing.machines}, listing.now_s)
         self._end(report, patience, [lease for lease in gone if lease.is_open and lease.machine_id is not None])
         # The books come last: trouble with them must not spare a machine.
         if self._ledger is not None:
@@ -184,6 +189,14 @@ class Reaper:
                 nameless = [lease for lease in gone if lease.is_open and lease.machine_id is None]
                 self._close_nameless(self._ledger, report, nameless)
             self._complete_receipts(self._ledger)
+        return report
+
+    def _without_the_book(self, error: HotlapError, patience: Patience, is_dry_run: bool) -> Report:
+        """A book that opens and cannot be read must not spare a machine either."""
+        by_tags = Reaper(self._provider, None, self._settings, self._owner, self._all_owners)
+        report = by_tags.reap(patience, is_dry_run)
+        said = f"{error} Machines were judged by their tags alone."
+        report.failure = said if report.failure is None else f"{said} {report.failure}"
         return report
 
     def _book(self, listing: Listing) -> dict[str, Lease]:
@@ -210,25 +223,22 @@ class Reaper:
         victims = {machine.machine_id: machine.created_at_s for machine, _ in report.doomed}
         by_lease = {lease.lease_id: (lease.machine_id or "").split(",") for lease in gone}
         victims |= {ident: lease.began_s for lease in gone for ident in by_lease[lease.lease_id]}
-        prices: dict[str, int | None] = {}
         for machine, _ in report.doomed:
             lease_id = machine.lease_id or machine.name.removeprefix(NAME_PREFIX)
             by_lease.setdefault(lease_id, []).append(machine.machine_id)
-            prices[lease_id] = machine.usd_micros_per_hour
         if not victims:
             return
         ends = end_all(self._provider, list(victims.items()), patience)
         report.survivors = [machine_id for machine_id, (_, is_dead) in ends.items() if not is_dead]
         for lease_id, idents in by_lease.items():
             if all(ends[ident][1] for ident in idents):
-                self._settle(report, lease_id, {ident: ends[ident][0] for ident in idents}, prices.get(lease_id))
+                self._settle(report, lease_id, {ident: ends[ident][0] for ident in idents})
 
-    def _settle(self, report: Report, lease_id: str, dead: Mapping[str, Evidence], price: int | None) -> None:
+    def _settle(self, report: Report, lease_id: str, dead: Mapping[str, Evidence]) -> None:
         lease = self._ledger.lease(lease_id) if self._ledger is not None else None
         if self._ledger is None or lease is None or not lease.is_open:
             return
-        listed = [machine for machine, _ in report.doomed]
-        at_s, price = last_bill(lease, dead, listed, price, self._settings)
+        at_s, price = last_bill(lease, dead, [machine for machine, _ in report.doomed], self._settings)
         closed = self._ledger.settle(lease_id, at_s, price, outcome="reaped", note="closed by the reaper")
         self._note(report, closed, {ident: evidence.as_json() for ident, evidence in dead.items()})
 
@@ -276,11 +286,21 @@ def require_clean(reports: Sequence[Report]) -> None:
 # --- the sign of life that doctor looks for ---
 
 
+_MISSED_PERIODS = 3
+
+
+def is_watched(provider: str, settings: CloudConfig, now_s: float) -> bool:
+    """Whether a pass of this home saw that provider's machines lately. One without a key to it leaves a sign too."""
+    sign = last_sign()
+    longest_s = _MISSED_PERIODS * settings.reaper.period_minutes * 60.0
+    return sign is not None and provider in sign["providers"] and now_s - sign["at_s"] <= longest_s
+
+
 def leave_sign(reports: Sequence[Report], at_s: float) -> None:
     durable.make_dirs(hotlap_home())
     fact = {
         "at_s": at_s,
-        "providers": [each.provider for each in reports],
+        "providers": [each.provider for each in reports if each.failure is None],
         "is_clean": all(r.is_clean for r in reports),
     }
     durable.replace(hotlap_home() / "reaper.json", durable.canonical_json(fact).encode())

@@ -19,13 +19,12 @@ from hotlap.cloud.local import TRAITS as LOCAL_TRAITS
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.money import Amount, loss_bound_s, rate_of, ttl_s, worst_rate
 from hotlap.cloud.provider import ANYWHERE, Offer, Provider, Start, Traits, Where
-from hotlap.cloud.secrecy import redactor
 from hotlap.cloud.ssh import TRAITS as SSH_TRAITS
 from hotlap.cloud.ssh import VOLUME as BOX_VOLUME
 from hotlap.cloud.ssh import BoxVolume, SshProvider
 from hotlap.cloud.volume import Volume
 from hotlap.cloud.watch import Plan
-from hotlap.config import CloudConfig, RunConfig, hotlap_home
+from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import (
     INTERRUPTED,
     OVERRAN,
@@ -39,6 +38,7 @@ from hotlap.errors import (
     RunChanged,
     UsageError,
 )
+from hotlap.secrecy import redactor
 
 NAMES = ("local", "ssh", "runpod", "modal")
 _PINNED = re.compile(r"[^@\s]+@sha256:[0-9a-f]{64}")
@@ -92,8 +92,9 @@ def box_volume(volume_id: str, settings: CloudConfig) -> BoxVolume | None:
     return BoxVolume(SshProvider(settings.ssh)) if volume_id == BOX_VOLUME else None
 
 
-def configured(settings: CloudConfig) -> list[Provider]:
-    """Every provider that this environment can reach: a sweep looks at all of them."""
+def configured(settings: CloudConfig) -> list[str]:
+    """Every provider that this environment has an address and a key for: a sweep looks at all of them. Each is opened
+    by itself, for one that does not open must not spare the machines of the others."""
     from hotlap.cloud import modal
 
     is_reached = {
@@ -102,7 +103,7 @@ def configured(settings: CloudConfig) -> list[Provider]:
         "runpod": bool(os.environ.get("RUNPOD_API_KEY")),
         "modal": modal.has_token(),
     }
-    return [open_provider(name, settings) for name in NAMES if is_reached[name]]
+    return [name for name in NAMES if is_reached[name]]
 
 
 def all_traits() -> list[Traits]:
@@ -180,16 +181,6 @@ def image_of(traits: Traits, named: str | None, settings: CloudConfig) -> str | 
             f"`docker buildx imagetools inspect {image.partition('@')[0]}` tells the digest."
         )
     return image
-
-
-def prices_in_words(provider: str, settings: CloudConfig) -> str | None:
-    """Where prices come from that the provider does not tell itself. None: it does."""
-    if provider != "modal":
-        return None
-    return (
-        f"Modal tells no prices: these are of {settings.modal.prices_as_of}, as {hotlap_home() / 'cloud.toml'} has "
-        f"them. Compare them with modal.com/pricing"
-    )
 
 
 def local_job(config: RunConfig, traits: Traits) -> Job:

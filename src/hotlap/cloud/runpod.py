@@ -6,7 +6,7 @@ launches; it never leaves this process but in the Authorization header.
 
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -17,6 +17,7 @@ from hotlap.cloud import boot, quota
 from hotlap.cloud.provider import ANYWHERE, Listing, ListingBroken, LogPage, Machine, Offer, Start, Tags, Traits, Where
 from hotlap.cloud.quota import Quota
 from hotlap.cloud.runpod_shapes import (
+    BILLING_UNIT_S,
     KEY_VARIABLE,
     URL_VARIABLE,
     EventReader,
@@ -32,6 +33,7 @@ from hotlap.cloud.runpod_shapes import (
     problem_of,
 )
 from hotlap.errors import AmbiguousCreate, ConfigError, NoPermission, NotCreated, ProviderFailed, UsageError
+from hotlap.secrecy import is_key, without_login
 
 TRAITS = Traits(
     name="runpod",
@@ -44,6 +46,7 @@ TRAITS = Traits(
     provisioning_s=150.0,
     needs_volume=True,
     restarts=True,
+    billing_unit_s=BILLING_UNIT_S,
 )
 
 _TIMEOUT_S = 20.0
@@ -51,9 +54,11 @@ _TRIES = 4
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 30.0
 _PAGE = 100
 _MAX_PAGES = 1000
-_LOG_QUIET_S = 1.5
+_LOG_QUIET_S, _LOG_READ_S = 1.5, 5.0
 _LOG_TAIL = 5000
 _BUSY = frozenset((500, 502, 503, 504))
+_LOST = (httpx.RequestError, httpx.StreamError)
+"""What becomes of an answer that does not arrive, or cannot be unpacked."""
 
 
 class Runpod:
@@ -73,9 +78,10 @@ class Runpod:
         Raises:
             ConfigError: the address would carry the key in the clear.
         """
-        if not boot.may_carry_a_key(url):
+        if not boot.may_carry_a_key(url) or without_login(url) != url:
             raise ConfigError(
-                f"{URL_VARIABLE} is {url}: the key goes over https only, or to an emulator on 127.0.0.1. Correct it."
+                f"{URL_VARIABLE} is {without_login(url)}: the key goes over https, or to an emulator on 127.0.0.1, "
+                "and the address goes to machines, so it holds no login. Correct it."
             )
         self._url = url.rstrip("/")
         self._sleep_s = sleep_s
@@ -163,24 +169,29 @@ class Runpod:
         entries: list[Mapping[str, Any]] = []
         seen: set[str] = set()
         params = {"includeClusterPods": "true", "limit": str(_PAGE)}
-        listing = Listing(clock.wall_s(), ())
+        listing, num_nameless = Listing(clock.wall_s(), ()), 0
         for _ in range(_MAX_PAGES):
             answer = self._read("/pods", params)
             entries += _rows_in(answer, "pods")
             pagination = _object_in(answer).get("pagination") or {}
-            listing = _listing_of(entries, answer)
+            found, num_nameless = machines_in(entries, _moment_of(answer))
+            listing = Listing(_moment_of(answer), tuple(found))
             if not pagination.get("hasNextPage"):
-                return listing
+                break
             cursor = pagination.get("nextCursor")
             if not isinstance(cursor, str) or cursor in seen:
-                break
+                raise _no_end(params, listing)
             seen.add(cursor)
             params["cursor"] = cursor
-        raise ListingBroken(
-            f"RunPod's list of machines does not end: cursor {params.get('cursor')!r} came again after "
-            f"{len(entries)} machines. Look at the console; what was seen is acted on.",
-            listing,
-        )
+        else:
+            raise _no_end(params, listing)
+        if num_nameless:
+            raise ListingBroken(
+                f"RunPod listed {num_nameless} machines without id or name. Look at the console; what could be read is "
+                f"acted on.",
+                listing,
+            )
+        return listing
 
     def terminate(self, machine_id: str) -> bool:
         path = f"/pods/{quote(machine_id, safe='')}"
@@ -208,14 +219,24 @@ class Runpod:
                 if not answer.is_success:
                     answer.read()
                     raise failure(_problem_in(answer), f"read the log of {machine_id}")
-                for line in answer.iter_lines():
-                    reader.take(line)
+                self._read_events(answer, reader)
         except httpx.ReadTimeout:
             pass  # the stream stays open for what comes next; what is there now has been read
-        except (httpx.TransportError, httpx.StreamError) as error:
+        except _LOST as error:
             if not reader.lines:
                 raise ProviderFailed(f"RunPod's log of {machine_id} cannot be read: {_said(error)}.") from None
         return LogPage(tuple(reader.lines), reader.cursor)
+
+    def _read_events(self, answer: httpx.Response, reader: EventReader) -> None:
+        """For some seconds: of a machine that never falls silent the rest is read next time, for whoever reads has
+        other things to watch, its deadline above all."""
+        until_s, rest = clock.monotonic_s() + _LOG_READ_S, ""
+        for text in answer.iter_text():
+            *lines, rest = (rest + text).split("\n")
+            for line in lines:
+                reader.take(line.rstrip("\r"))
+            if clock.monotonic_s() >= until_s:
+                return
 
     def key_scope(self) -> str:
         """What the key opens, in words, found out by reading: a machine or a log that leaks it could do as much.
@@ -239,7 +260,7 @@ class Runpod:
             raise NotCreated(
                 f"RunPod could not be reached to create {name} ({_said(error)}); nothing was sent. Try again later."
             ) from None
-        except (httpx.TransportError, httpx.StreamError, httpx.DecodingError) as error:
+        except _LOST as error:
             raise AmbiguousCreate(f"RunPod's answer to the create of {name} was lost: {_said(error)}.") from None
         if answer.status_code in (200, 201):
             return answer
@@ -271,7 +292,7 @@ class Runpod:
                 asked_s = problem.retry_after_s
                 if asked_s > _LONGEST_WAIT_S:
                     raise failure(problem, f"{method} {path}")
-            except httpx.TransportError as error:
+            except _LOST as error:
                 trouble = _said(error)
             if attempt < _TRIES:
                 self._sleep_s(max(asked_s, wait_s * (0.5 + self._chance.random())))
@@ -291,6 +312,8 @@ def from_environment(env: Mapping[str, str] = os.environ) -> Runpod:
     key = env.get(KEY_VARIABLE, "").strip()
     if not key:
         raise NoPermission(f"{KEY_VARIABLE} is not set: RunPod needs a key that may read and write pods.")
+    if not is_key(key):
+        raise NoPermission(f"{KEY_VARIABLE} holds a space or a character that no key has. Set it anew.")
     return Runpod(key, env.get(URL_VARIABLE) or boot.DEFAULT_URL, turns=quota.SHARED)
 
 
@@ -303,9 +326,12 @@ def _moment_of(answer: httpx.Response) -> float:
     return moment_in(answer.headers) or clock.wall_s()
 
 
-def _listing_of(entries: Sequence[Mapping[str, Any]], answer: httpx.Response) -> Listing:
-    now_s = _moment_of(answer)
-    return Listing(now_s, tuple(machines_in(entries, now_s)))
+def _no_end(params: Mapping[str, str], listing: Listing) -> ListingBroken:
+    return ListingBroken(
+        f"RunPod's list of machines does not end: cursor {params.get('cursor')!r} came again after "
+        f"{len(listing.machines)} machines. Look at the console; what was seen is acted on.",
+        listing,
+    )
 
 
 def _object_in(answer: httpx.Response) -> dict[str, Any]:
@@ -326,4 +352,4 @@ def _rows_in(answer: httpx.Response, name: str) -> list[Mapping[str, Any]]:
 
 
 def _said(error: Exception) -> str:
-    return f"{type(error).__name__} {str(error)[:200]}".strip()
+    return f"{type(error).__name__} {str(error)[:200]}".strip(" .")

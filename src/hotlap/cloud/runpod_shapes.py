@@ -10,13 +10,14 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
 from hotlap.cloud import boot
-from hotlap.cloud.provider import Machine, Offer, Start, State, Tags, read_tags
+from hotlap.cloud.parcel import bare, uncommented
+from hotlap.cloud.provider import PLATFORM_PREFIX, Machine, Offer, Start, State, Tags, read_tags
 from hotlap.config_cloud import DEFAULT_IMAGE, DEFAULT_IMAGE_CUDA
 from hotlap.errors import (
     AmbiguousCreate,
@@ -33,6 +34,9 @@ URL_VARIABLE = "HOTLAP_RUNPOD_URL"
 
 MAX_ARGV_BYTES = 99_000
 """Of a create's body, which may have 102,400, what the command may take."""
+
+BILLING_UNIT_S = 60
+"""Some of RunPod's pages say that each second is billed, some that each minute is begun. The dearer is counted on."""
 
 _STATES: dict[str, State] = {
     "PROVISIONING": "provisioning",
@@ -55,7 +59,8 @@ def boot_argv(job: tuple[str, ...]) -> tuple[str, ...]:
 
 def packed(path: str) -> str:
     """A Python file as a word for `python -c`, so small that there is room for something else in the request."""
-    text = base64.b85encode(zlib.compress(Path(path).read_bytes(), 9)).decode()
+    source = uncommented(bare(Path(path).read_text(encoding="utf-8")))
+    text = base64.b85encode(zlib.compress(source.encode(), 9)).decode()
     return f"import base64, zlib; exec(zlib.decompress(base64.b85decode('{text}')))"
 
 
@@ -170,7 +175,8 @@ def machine_of(entry: Mapping[str, Any], now_s: float) -> Machine:
     state = _STATES.get(str(entry.get("status")), "unknown")
     env = entry.get("env")
     # One without a date counts as new, so that its own tag alone dates its end.
-    tags = read_tags(env if isinstance(env, dict) else None, now_s if created_s is None else created_s)
+    words = {name: value for name, value in env.items() if isinstance(value, str)} if isinstance(env, dict) else None
+    tags = read_tags(words, now_s if created_s is None else created_s)
     problems = list(tags.problems)
     if created_s is None:
         problems.append("its date of creation cannot be read")
@@ -194,9 +200,19 @@ def machine_of(entry: Mapping[str, Any], now_s: float) -> Machine:
     )
 
 
-def machines_in(entries: Sequence[Mapping[str, Any]], now_s: float) -> list[Machine]:
-    """A machine may move from page to page while they are read; it is listed once."""
-    return list({machine.machine_id: machine for machine in (machine_of(entry, now_s) for entry in entries)}.values())
+def machines_in(entries: Sequence[Mapping[str, Any]], now_s: float) -> tuple[list[Machine], int]:
+    """The machines, and how many entries are none that could be named. A machine may move from page to page while they
+    are read; it is listed once."""
+    found: dict[str, Machine] = {}
+    num_nameless = 0
+    for entry in entries:
+        try:
+            machine = machine_of(entry, now_s)
+        except ProviderFailed:
+            num_nameless += 1
+        else:
+            found[machine.machine_id] = machine
+    return list(found.values()), num_nameless
 
 
 def _micros(dollars: object) -> int | None:
@@ -222,16 +238,27 @@ def offers_in(entry: Mapping[str, Any], regions: Sequence[str] = ()) -> list[Off
             stock = entry.get("availability") if region is None else stocks.get(region, "NONE")
             has_stock = None if stock is None else stock != "NONE"
             found.append(
-                Offer("runpod", entry["id"], region, price, cloud=cloud, memory_gb=memory_gb, has_stock=has_stock)
+                Offer(
+                    provider="runpod",
+                    gpu=entry["id"],
+                    region=region,
+                    usd_micros_per_hour=price,
+                    billing_unit_s=BILLING_UNIT_S,
+                    cloud=cloud,
+                    memory_gb=memory_gb,
+                    has_stock=has_stock,
+                )
             )
     return found
 
 
 def _moment(text: object) -> float | None:
     try:
-        return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
+        moment = datetime.fromisoformat(text) if isinstance(text, str) else None
     except ValueError:
         return None
+    # Without a time zone it is the server's, not that of the computer that reads it.
+    return moment and (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def moment_in(headers: Mapping[str, str]) -> float | None:
@@ -271,7 +298,7 @@ class EventReader:
         try:
             event = json.loads(data)
             # What the platform says, such as why an image is not pulled, must not pass for the machine's own words.
-            self.lines.append(("" if event["source"] == "container" else "[system] ") + str(event["line"]))
+            self.lines.append(("" if event["source"] == "container" else PLATFORM_PREFIX) + str(event["line"]))
         except (ValueError, KeyError, TypeError):
             return
         self.cursor = ident or self.cursor

@@ -28,7 +28,7 @@ from hotlap.cloud.provider import (
     Traits,
     Where,
 )
-from hotlap.cloud.volume import CHUNK_BYTES, Item, finish
+from hotlap.cloud.volume import CHUNK_BYTES, Item, begun, finish
 from hotlap.config_cloud import SshConfig
 from hotlap.errors import (
     AmbiguousCreate,
@@ -249,9 +249,11 @@ class BoxVolume:
         digest = durable.sha256_file(source)
         if self._hash_of(key) == digest:
             return False
+        order = {"key": key, "num_bytes": source.stat().st_size, "sha256": digest}
+        order["begin"] = begin = self._box.ask("begun", order)
         with source.open("rb") as file:
-            chunks = iter(lambda: file.read(CHUNK_BYTES), b"")
-            self._box.ask("put", {"key": key, "num_bytes": source.stat().st_size, "sha256": digest}, send=chunks)
+            file.seek(begin)
+            self._box.ask("put", order, send=iter(lambda: file.read(CHUNK_BYTES), b""))
         return True
 
     def get(self, key: str, target: Path) -> bool:
@@ -260,10 +262,7 @@ class BoxVolume:
             raise MissingArtifact(f"There is no {key} on the box. hotlap volume ls shows what there is.")
         if target.is_file() and durable.sha256_file(target) == digest:
             return False
-        durable.make_dirs(target.parent)
-        # Named after what it will be, so that the rest of another is never put behind it.
-        part = target.with_name(f".{target.name}.{digest[:12]}.part")
-        begin = part.stat().st_size if part.exists() else 0
+        part, begin = begun(target, digest)
         self._box.ask("get", {"key": key, "begin": begin}, take=lambda chunk: durable.disk.append(part, chunk))
         finish(part, target, digest, f"{key} of the box")
         return True

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from hotlap import durable
 from hotlap.cloud import boot
 from hotlap.errors import ConfigError, CorruptFile, MissingArtifact, NoPermission, ProviderFailed, UsageError
+from hotlap.secrecy import is_key, without_login
 
 URL_VARIABLE = "HOTLAP_S3_URL"
 PART_BYTES = 64 << 20
@@ -61,7 +62,11 @@ def open_volume(volume_id: str, center_of: Callable[[str], str], env: Mapping[st
     """
     if Path(volume_id).is_dir():
         return FolderVolume(Path(volume_id))
-    access, secret = (env.get(f"RUNPOD_S3_{word}_KEY", "") for word in ("ACCESS", "SECRET"))
+    access, secret = (env.get(f"RUNPOD_S3_{word}_KEY", "").strip() for word in ("ACCESS", "SECRET"))
+    if not (is_key(access) and is_key(secret)):
+        raise NoPermission(
+            "RUNPOD_S3_ACCESS_KEY or RUNPOD_S3_SECRET_KEY holds a space or a character that no key has. Set it anew."
+        )
     if not has_keys(env):
         raise NoPermission(
             "RUNPOD_S3_ACCESS_KEY and RUNPOD_S3_SECRET_KEY are not set: volumes have keys of their own, made in the "
@@ -85,6 +90,14 @@ def walk(source: Path, key: str) -> Iterable[tuple[Path, str]]:
     if not files:
         raise UsageError(f"{source} is no file, and no folder with files in it.")
     return [(path, str(PurePosixPath(key) / path.relative_to(source).as_posix())) for path in files]
+
+
+def begun(target: Path, version: str) -> tuple[Path, int]:
+    """Where a file arrives before it is whole, and how many bytes of it are here. Named after that very version of the
+    file, so that the rest of another is never put behind it."""
+    durable.make_dirs(target.parent)
+    part = target.with_name(f".{target.name}.{version[:12]}.part")
+    return part, part.stat().st_size if part.exists() else 0
 
 
 def finish(part: Path, target: Path, digest: str | None, what: str, num_bytes: int | None = None) -> None:
@@ -152,7 +165,8 @@ class S3Volume:
             ConfigError: the address would carry the keys in the clear.
         """
         if not boot.may_carry_a_key(url):
-            raise ConfigError(f"{URL_VARIABLE} is {url}: keys go over https only, or to this machine. Correct it.")
+            shown = without_login(url)
+            raise ConfigError(f"{URL_VARIABLE} is {shown}: keys go over https only, or to this machine. Correct it.")
         try:
             import boto3
             from botocore.config import Config
@@ -232,11 +246,7 @@ class S3Volume:
         digest, num_bytes = there["Metadata"].get(_HASH), there["ContentLength"]
         if digest and target.is_file() and durable.sha256_file(target) == digest:
             return False
-        durable.make_dirs(target.parent)
-        # Named after the very version of the file, so that the rest of another is never put behind it.
-        version = hashlib.sha256(there["ETag"].encode()).hexdigest()[:12]
-        part = target.with_name(f".{target.name}.{version}.part")
-        begin = part.stat().st_size if part.exists() else 0
+        part, begin = begun(target, hashlib.sha256(there["ETag"].encode()).hexdigest())
         durable.require_free(target.parent, num_bytes - begin)
         if begin < num_bytes:
             asked = {"Bucket": self._id, "Key": key, "IfMatch": there["ETag"], "Range": f"bytes={begin}-"}

@@ -1,14 +1,17 @@
 """What a machine's log and listing mean: is it ready, alive, done, or to be ended, and why. Decisions only."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hotlap.cloud.money import PRICE_TOLERANCE_PERCENT, usd
-from hotlap.cloud.provider import LINE_PREFIX, Machine, Offer, event_in
+from hotlap.cloud.provider import LINE_PREFIX, PLATFORM_PREFIX, Machine, Offer, event_in
 
 HEARTBEAT_S = 10.0
 _MISSED_BEATS = 3
+_NO_IMAGE = re.compile(r"manifest unknown|no such manifest|pull access denied|repository does not exist", re.I)
+"""What a registry answers for good: no waiting brings such an image."""
 
 EndKind = Literal["result", "refused", "provisioning", "silent", "overran", "restarted", "vanished", "ended", "price"]
 
@@ -50,10 +53,16 @@ class Seen:
     """When the provider last gave the log: before that, silence says nothing."""
 
     was_listed: bool = False
+    is_late: bool = False
+    """Whether the provider's clock says that its time is over: ours may have stood still, as in a closed laptop."""
+
     machine: Machine | None = None
     missing_since_s: float | None = None
     result: dict[str, Any] | None = None
     refused: dict[str, Any] | None = None
+    no_image: str | None = None
+    """The platform's words, if there is no such image."""
+
     talk: tuple[str, ...] = field(default=())
 
 
@@ -67,6 +76,8 @@ def hear(seen: Seen, lines: Sequence[str], nonce: str, at_s: float) -> Seen:
         event = event_in(line)
         if event is None:
             seen = replace(seen, talk=(*seen.talk, line.removeprefix(LINE_PREFIX))[-_TALK_LINES:])
+            if line.startswith(PLATFORM_PREFIX) and _NO_IMAGE.search(line):
+                seen = replace(seen, no_image=line.removeprefix(PLATFORM_PREFIX)[:200])
         elif event["event"] == "boot" and event.get("nonce") == nonce:
             boots = seen.boot_ids if event["boot_id"] in seen.boot_ids else (*seen.boot_ids, event["boot_id"])
             seen = replace(seen, boot_ids=boots, booted_s=at_s if seen.booted_s is None else seen.booted_s)
@@ -78,8 +89,9 @@ def hear(seen: Seen, lines: Sequence[str], nonce: str, at_s: float) -> Seen:
     return seen
 
 
-def see(seen: Seen, machine: Machine | None, at_s: float) -> Seen:
+def see(seen: Seen, machine: Machine | None, at_s: float, is_late: bool = False) -> Seen:
     """Take in a full listing in which the machine is, or is not."""
+    seen = replace(seen, is_late=is_late)
     if machine is None or machine.state == "terminated":
         since = at_s if seen.missing_since_s is None else seen.missing_since_s
         return replace(seen, machine=None, missing_since_s=since)
@@ -94,6 +106,9 @@ def end_of(seen: Seen, plan: Plan, now_s: float) -> End | None:
         return End("restarted", f"its command was started {len(seen.boot_ids)} times, so the job did not end in order")
     if seen.refused is not None:
         return End("refused", f"boot refused: {seen.refused.get('message')}")
+    if seen.no_image is not None and seen.booted_s is None:
+        way_out = "name another with --image, or correct it in cloud.toml"
+        return End("provisioning", f"its image cannot be had ({seen.no_image}); {way_out}")
     return _end_by_listing(seen, plan, now_s) or _end_by_time(seen, plan, now_s)
 
 
@@ -107,13 +122,22 @@ def _end_by_listing(seen: Seen, plan: Plan, now_s: float) -> End | None:
     return None
 
 
-def _end_by_time(seen: Seen, plan: Plan, now_s: float) -> End | None:
+def over_by_s(seen: Seen, plan: Plan) -> float:
+    """When a machine is over as far as is known now, though nothing more is heard of it."""
     if seen.booted_s is None:
-        if now_s >= plan.provisioning_s:
+        return plan.provisioning_s
+    return min(seen.booted_s + plan.cap_s + plan.grace_s, plan.ttl_s)
+
+
+def _end_by_time(seen: Seen, plan: Plan, now_s: float) -> End | None:
+    if seen.is_late:
+        return End("overran", "its time is over by the provider's clock")
+    if now_s >= over_by_s(seen, plan):
+        if seen.booted_s is None:
             return End("provisioning", f"its job did not begin within {plan.provisioning_s:.0f} s")
-        return None
-    if now_s >= min(seen.booted_s + plan.cap_s + plan.grace_s, plan.ttl_s):
         return End("overran", f"its job did not end by its cap of {plan.cap_s:.0f} s")
+    if seen.booted_s is None:
+        return None
     assert seen.heard_s is not None and seen.answered_s is not None
     if seen.answered_s - seen.heard_s >= _MISSED_BEATS * HEARTBEAT_S:
         return End("silent", f"it said nothing for {seen.answered_s - seen.heard_s:.0f} s")

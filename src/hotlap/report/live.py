@@ -6,7 +6,7 @@ Read again and again, so nothing is read twice: of a log only what is new, of a 
 import json
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.money import Amount
 from hotlap.cloud.provider import Listing, ListingBroken, Machine, Provider
 from hotlap.config import CloudConfig
-from hotlap.errors import HotlapError, ProviderFailed
+from hotlap.errors import HotlapError
 from hotlap.runs import RunFolder, list_runs, newest_number, read_identity, slice_state
 
 Json = dict[str, Any]
@@ -180,8 +180,9 @@ def _stranger(provider: str, machine: Machine) -> Json:
 class Listings:
     """What providers listed last, asked for in a thread of its own, so that a slow one holds nobody up."""
 
-    def __init__(self, providers: list[Provider]) -> None:
-        self._providers = providers
+    def __init__(self, opening: Mapping[str, Callable[[], Provider]]) -> None:
+        """`opening` has what opens a provider, by its name."""
+        self._opening, self._opened = opening, dict[str, Provider]()
         self._asked_at_s: float | None = None
         self._turn = threading.Lock()
         self.newest: dict[str, Listing] = {}
@@ -199,15 +200,15 @@ class Listings:
         return thread
 
     def _ask(self) -> None:
-        for provider in self._providers:
-            name = provider.traits.name
+        for name, open_it in self._opening.items():
             try:
+                provider = self._opened.get(name) or self._opened.setdefault(name, open_it())
                 self.newest[name] = provider.machines()
                 self.troubles.pop(name, None)
             except ListingBroken as error:
                 self.newest[name] = error.seen
                 self.troubles[name] = str(error)
-            except ProviderFailed as error:
+            except HotlapError as error:
                 self.troubles[name] = str(error)
 
 

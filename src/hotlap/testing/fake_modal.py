@@ -8,6 +8,7 @@ answered as not implemented.
 import asyncio
 import base64
 import hashlib
+import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
@@ -30,6 +31,9 @@ _TICK_S = 0.02
 _ENDS = pb.GenericResult
 _QUEUED_TICK_S = 0.05
 _NOTHING = hashlib.sha256(b"").hexdigest()
+BLOCK_BYTES = 8 << 20
+"""A volume's files are fetched in such blocks."""
+
 _PAGE = 2
 """So few that a few machines are several pages."""
 
@@ -66,6 +70,10 @@ class _Files(MutableMapping[str, bytes]):
             raise KeyError(key)
         return path.read_bytes()
 
+    def at_s(self, key: str) -> int:
+        """When a file was written, in whole seconds."""
+        return int((self._root / key).stat().st_mtime)
+
     def __setitem__(self, key: str, data: bytes) -> None:
         durable.make_dirs((self._root / key).parent)
         durable.replace(self._root / key, data)
@@ -94,6 +102,7 @@ class FakeModal:
     Attributes:
         faults: per request's name, how often it fails from now on, and with what: `lost` does the work and breaks off
             before the answer, `no_capacity` never schedules what is made, and a gRPC status word refuses.
+        blocks_sent: where in their files the blocks began that were fetched.
         requests: what was asked, in order, by name.
     """
 
@@ -105,6 +114,7 @@ class FakeModal:
         self.contents: dict[str, bytes] = {}
         self.files = _Files(folder / "volume")
         self.requests: list[str] = []
+        self.blocks_sent: list[int] = []
         self.faults: dict[str, list[str]] = {}
         self.url = self._blocks_url = ""
         self._folder = folder
@@ -161,7 +171,9 @@ class FakeModal:
     async def _send_block(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Where a volume's bytes are fetched from: plain HTTP, outside the protocol."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        data = self.files[unquote(head.split()[1].lstrip("/"))]
+        key, begin, end = head.split()[1].lstrip("/").split("/")
+        data = self.files[unquote(key)][int(begin) : int(end)]
+        self.blocks_sent.append(int(begin))
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
         await writer.drain()
         writer.close()
@@ -261,7 +273,7 @@ class FakeModal:
             if not folder or key == folder or key.startswith(f"{folder}/"):
                 data = self.files[key]
                 yield pb.VolumeListFilesResponse(
-                    entries=[pb.FileEntry(path=key, type=pb.FileEntry.FILE, size=len(data))]
+                    entries=[pb.FileEntry(path=key, type=pb.FileEntry.FILE, size=len(data), mtime=self.files.at_s(key))]
                 )
 
     async def _VolumeGetFile2(self, request: Any) -> Any:
@@ -269,8 +281,10 @@ class FakeModal:
         if key not in self.files:
             raise GRPCError(Status.NOT_FOUND, f"no file {key}")
         size = len(self.files[key])
-        urls = [f"{self._blocks_url}/{quote(key, safe='')}"] if size else []
-        return pb.VolumeGetFile2Response(get_urls=urls, size=size, start=0, len=size)
+        edges = [request.start, *range((request.start // BLOCK_BYTES + 1) * BLOCK_BYTES, size, BLOCK_BYTES), size]
+        place = f"{self._blocks_url}/{quote(key, safe='')}"
+        urls = [f"{place}/{begin}/{end}" for begin, end in itertools.pairwise(edges) if begin < end]
+        return pb.VolumeGetFile2Response(get_urls=urls, size=size, start=request.start, len=size - request.start)
 
     async def _SecretGetOrCreate(self, request: Any) -> Any:
         if request.deployment_name and request.deployment_name not in self.secrets:
