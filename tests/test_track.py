@@ -216,6 +216,7 @@ def test_c2_answers_stand_in_their_sentences_and_the_splits_share_neither_senten
             assert all(row["question"].count(field) == 1 for field in (number, f"{amount} {goods}", city)), row
     c2 = track.find(ROOT, "c2")
     assert c2.spec.environment and c2.is_provisional
+    assert len(inputs.train_rows(c2)) == 600
     assert inputs.test_rows(c2, "aa") == inputs.test_rows(c2, "aa") != inputs.test_rows(c2, "ab")
 
 

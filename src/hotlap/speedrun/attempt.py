@@ -94,8 +94,7 @@ def run_once(verification: Verification, number: int, seed: int) -> dict[str, An
     ran = sandbox.run(program, bounds, folder / "train", track.spec.verification.protections, verification.stops)
     durable.replace(folder / "train.log", ran.log.encode(errors="replace"))
     inputs.require_base_model(track, verification.model)
-    facts = {"started_at": started_at, "num_tokens": _num_tokens(verification, ran)}
-    return _judged(verification, number, seed, ran) | facts
+    return _judged(verification, number, seed, ran) | {"started_at": started_at, **_inside(verification, ran)}
 
 
 def _judged(verification: Verification, number: int, seed: int, ran: sandbox.Ran) -> dict[str, Any]:
@@ -126,10 +125,13 @@ def _judged(verification: Verification, number: int, seed: int, ran: sandbox.Ran
     }
 
 
-def _num_tokens(verification: Verification, ran: sandbox.Ran) -> int | None:
-    """Of a recipe, whose program is ours. What a stranger's program says of itself is no measurement."""
-    found = re.findall(r"^trained (\d+) tokens$", ran.log, flags=re.MULTILINE)
-    return int(found[-1]) if found and verification.submission.recipe is not None else None
+def _inside(verification: Verification, ran: sandbox.Ran) -> dict[str, Any]:
+    """Tokens and seconds by phase of a recipe, whose program is ours. What a stranger's program says of itself is no
+    measurement."""
+    found = re.findall(r"^measured (\{.*\})$", ran.log, flags=re.MULTILINE)
+    if not found or verification.submission.recipe is None:
+        return {"num_tokens": None, "phases_s": None}
+    return json.loads(found[-1])
 
 
 def _train_program(verification: Verification, places: list[tuple[Path, str]], seed: int) -> sandbox.Program:

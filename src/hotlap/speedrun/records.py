@@ -6,18 +6,24 @@ A row belongs to one version of a track, by the track's hash; under a new versio
 verified again, and what was not is listed as such.
 """
 
+import fcntl
 import json
+import math
+import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hotlap import durable
 from hotlap.errors import CorruptFile, PinMismatch, Refused
-from hotlap.speedrun import compare
+from hotlap.speedrun import claims, compare
 from hotlap.speedrun.leaderboard import START, Board, entry_of, page, section, with_block
-from hotlap.speedrun.report import Report, decide_again
+from hotlap.speedrun.ratio import Work
+from hotlap.speedrun.replay import replay
+from hotlap.speedrun.report import Report, decide_again, rules_of, summary_of
 from hotlap.speedrun.track import Track, tracks
 
 _LOG, _TABLE, _PUBLIC, _PAGE = "log.jsonl", "LEADERBOARD.md", "records.json", "leaderboard.html"
@@ -76,9 +82,18 @@ def require_open(contest: Path, track: Track, code_sha256: str) -> None:
 
 
 def append(contest: Path, track: Track, report: Report, path: Path) -> Row:
-    """Log a verification, whatever its verdict, and write the tables again."""
+    """Log a verification, whatever its verdict, and write the tables again.
+
+    Raises:
+        Refused: it was logged before.
+    """
+    return _append(contest, track, _row_of(contest, track, report, path))
+
+
+def _row_of(contest: Path, track: Track, report: Report, path: Path) -> Row:
+    """What the log says of a report."""
     runs = report["runs"]
-    row = {
+    return {
         "kind": "verified",
         "is_provisional": track.is_provisional,
         "track_sha256": track.sha256,
@@ -90,13 +105,12 @@ def append(contest: Path, track: Track, report: Report, path: Path) -> Row:
         "accuracies": [run["score"] for run in runs],
         "seeds": [run["seed"] for run in runs],
         "num_params": runs[0]["num_params"],
-        **{key: report["summary"][key] for key in ("num_tokens_mean", "usd_micros_mean")},
+        **{key: report["summary"][key] for key in ("num_tokens_mean", "steps_s_mean", "usd_micros_mean")},
         "hardware": f"{report['machine']['processor']}, {track.spec.hardware.threads} threads",
         "regime": "warm",
         "report": path.relative_to(contest).as_posix(),
         "report_sha256": durable.sha256_file(path),
     }
-    return _append(contest, track, row)
 
 
 def import_fact(contest: Path, track: Track, fact: Row) -> Row:
@@ -106,14 +120,28 @@ def import_fact(contest: Path, track: Track, fact: Row) -> Row:
 
 
 def _append(contest: Path, track: Track, row: Row) -> Row:
-    rows = read(contest, track)
-    linked = {**row, _LINK: _hash(rows[-1]) if rows else ""}
     path = folder_of(contest, track) / _LOG
     durable.make_dirs(path.parent)
-    durable.append_rows(path, [linked])
-    durable.sync_file(path)
-    write_tables(contest)
+    with _one_writer(contest / "records"):
+        rows = read(contest, track)
+        if row.get("report") in {each["report"] for each in rows if each["kind"] == "verified"}:
+            raise Refused(f"{row['report']} is in the log already.")
+        linked = {**row, _LINK: _hash(rows[-1]) if rows else ""}
+        durable.append_rows(path, [linked])
+        durable.sync_file(path)
+        write_tables(contest)
     return linked
+
+
+@contextmanager
+def _one_writer(folder: Path) -> Generator[None]:
+    """Two that append at once would both follow the same row. The lock is the kernel's: it ends with its holder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def standings(rows: Sequence[Row]) -> list[Standing]:
@@ -121,14 +149,15 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
     of another timing regime are ranked among themselves, below: cold and warm starts do not compare."""
     found: list[Standing] = []
     for regime in ("warm", "cold"):
-        passed = [row for row in rows if _is_record(row) and row["regime"] == regime]
+        passed = [row for row in rows if is_record(row) and row["regime"] == regime]
         places = compare.ranks([row["times_seconds"] for row in passed])
         ranked = [Standing(place + len(found), row) for place, row in zip(places, passed, strict=True)]
         found += sorted(ranked, key=lambda each: statistics.fmean(each.row["times_seconds"]))
     return found
 
 
-def _is_record(row: Row) -> bool:
+def is_record(row: Row) -> bool:
+    """Whether it passed, under rules that stand."""
     # Rows of the public contest, and those of before there were provisional rules, do not say it.
     return row["verdict"] == "pass" and not row.get("is_provisional")
 
@@ -136,7 +165,7 @@ def _is_record(row: Row) -> bool:
 def not_rebased(contest: Path, track: Track, older: Sequence[Track]) -> list[Row]:
     """Records of earlier versions of a track whose code was not verified under this one."""
     here = {row.get("code_sha256") for row in read(contest, track)}
-    earlier = [row for each in older for row in read(contest, each) if _is_record(row)]
+    earlier = [row for each in older for row in read(contest, each) if is_record(row)]
     return [row for row in earlier if row.get("code_sha256") not in here]
 
 
@@ -158,10 +187,19 @@ def _board(contest: Path, track: Track, older: Sequence[Track]) -> Board:
         is_share=spec.metric.type == "exact",
         base_model=spec.base_model.name,
         is_provisional=track.is_provisional,
-        entries=tuple(entry_of(standing.rank, standing.row) for standing in standings(rows)),
+        entries=tuple(entry_of(each.rank, each.row, _work_of(contest, each.row)) for each in standings(rows)),
         not_rebased=tuple((row["submission"], row["author"]) for row in not_rebased(contest, track, older)),
-        others=tuple((row["submission"], row["verdict"]) for row in rows if not _is_record(row)),
+        others=tuple((row["submission"], row["verdict"]) for row in rows if not is_record(row)),
     )
+
+
+def _work_of(contest: Path, row: Row) -> Work | None:
+    """What a record's runs do in their steps: as measured, or of a program as its notes say, which are no part of the
+    code and may be written when the times are known."""
+    if row.get("num_tokens_mean") and row.get("steps_s_mean"):
+        return Work(row["num_tokens_mean"], row["steps_s_mean"], is_measured=True)
+    notes = contest / "submissions" / row["submission"] / "NOTES.md"
+    return claims.work_in(notes.read_text(encoding="utf-8", errors="replace")) if notes.is_file() else None
 
 
 def tables(contest: Path) -> dict[Path, bytes]:
@@ -192,7 +230,8 @@ def write_tables(contest: Path) -> None:
 
 
 def check(contest: Path) -> list[str]:
-    """What is wrong with a contest's records, in words: drifted tables, changed reports, verdicts that do not follow.
+    """What is wrong with a contest's records, in words: drifted tables, reports that were changed or lack their row,
+    rows, verdicts and scores that do not follow from what was kept.
 
     Raises:
         CorruptFile, PinMismatch: as `read`.
@@ -203,21 +242,57 @@ def check(contest: Path) -> list[str]:
         if not path.is_file() or path.read_bytes() != data
     ]
     for track in tracks(contest):
-        for row in read(contest, track):
-            if row["kind"] == "verified":
-                found += _check_report(contest, row)
+        rows = [row for row in read(contest, track) if row["kind"] == "verified"]
+        for row in rows:
+            found += _check_report(contest, track, row)
+        logged = {row["report"] for row in rows}
+        for path in sorted(folder_of(contest, track).glob("attempts/*/report-*.json")):
+            if path.relative_to(contest).as_posix() not in logged:
+                found.append(f"{path.relative_to(contest)} has no row in the log: it was cut off, or never written")
     return found
 
 
-def _check_report(contest: Path, row: Row) -> list[str]:
+def _check_report(contest: Path, track: Track, row: Row) -> list[str]:
     path = contest / row["report"]
     if not path.is_file() or durable.sha256_file(path) != row["report_sha256"]:
         return [f"{row['report']} is gone or was changed"]
-    report: Report = json.loads(path.read_bytes())
+    try:
+        replay(path)
+        report: Report = json.loads(path.read_bytes())
+        require_consistent(track, report)
+        expected = _row_of(contest, track, report, path)
+    except CorruptFile as error:
+        return [str(error)]
+    except (KeyError, TypeError, IndexError) as error:
+        return [f"{row['report']} is no report of a verification: {type(error).__name__} {error}"]
+    wrong = sorted(key for key in expected if row.get(key) != expected[key])
+    return [f"{row['report']} and its row in the log differ in {', '.join(wrong)}"] if wrong else []
+
+
+def require_consistent(track: Track, report: Report) -> None:
+    """
+    Raises:
+        CorruptFile: a report has other rules than its track, or a verdict or summary that does not follow from its
+            runs. Its own hash says nothing of that: whoever writes a report can hash it.
+    """
+    name = f"The report of {report['submission']['name']} on track {track.name}"
+    if report["rules"] != rules_of(track):
+        raise CorruptFile(f"{name} holds other rules than the track.")
     decision = decide_again(report)
-    if decision.verdict != row["verdict"]:
-        return [f"{row['report']} says {row['verdict']}, and its runs give {decision.verdict}"]
-    return []
+    if decision.verdict != report["decision"]["verdict"]:
+        raise CorruptFile(f"{name} says {report['decision']['verdict']}, and its runs give {decision.verdict}.")
+    expected = summary_of(report["runs"], report["machine"]["usd_micros_per_hour"])
+    if wrong := sorted(key for key in expected if not _are_close(report["summary"].get(key), expected[key])):
+        raise CorruptFile(f"{name} has a summary that does not follow from its runs: {', '.join(wrong)}.")
+
+
+def _are_close(said: Any, expected: Any) -> bool:
+    """Whether two figures are the same but for how another machine rounds."""
+    if isinstance(expected, list):
+        return isinstance(said, list) and len(said) == len(expected) and all(map(_are_close, said, expected))
+    if isinstance(expected, float):
+        return isinstance(said, float) and math.isclose(said, expected, rel_tol=1e-9)
+    return said == expected
 
 
 def _is_older(other: Track, track: Track) -> bool:
@@ -226,7 +301,7 @@ def _is_older(other: Track, track: Track) -> bool:
 
 def _public_entries(contest: Path, track: Track) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
-    for number, row in enumerate(row for row in read(contest, track) if _is_record(row)):
+    for number, row in enumerate(row for row in read(contest, track) if is_record(row)):
         entries.append(
             {
                 "id": number,
@@ -245,5 +320,5 @@ def _attempts(contest: Path, track: Track) -> list[dict[str, Any]]:
     return [
         {"track": track.name, **{key: row[key] for key in ("github", "description", "submission", "verdict")}}
         for row in read(contest, track)
-        if not _is_record(row)
+        if not is_record(row)
     ]

@@ -23,7 +23,7 @@ from hotlap.errors import ChildCrashed, CorruptFile, PinMismatch, Refused, RunCh
 from hotlap.speedrun import claims, environments, inputs, records, sandbox, submission
 from hotlap.speedrun.attempt import EVALUATION_S, Say, Sources, Verification, run_once
 from hotlap.speedrun.replay import replay
-from hotlap.speedrun.report import build, to_markdown
+from hotlap.speedrun.report import IDENTITY, build, identity_of, to_markdown
 from hotlap.speedrun.stopping import Stopped
 from hotlap.speedrun.submission import Finding, Submission
 from hotlap.speedrun.track import PublicData, Track
@@ -71,9 +71,12 @@ def accept(contest: Path, folder: Path, track: Track, measured: Path) -> dict[st
     if not reports:
         raise CorruptFile(f"{measured} holds no report: the verification is not finished. Run it again; it goes on.")
     report: dict[str, Any] = json.loads(reports[-1].read_bytes())
-    if report["submission"]["code_sha256"] != entry.code_sha256 or report["track_sha256"] != track.sha256:
+    told = report["submission"]
+    of_entry = {key: told[key] for key in IDENTITY} == identity_of(entry)
+    if told["code_sha256"] != entry.code_sha256 or not of_entry or report["track_sha256"] != track.sha256:
         raise PinMismatch(f"{reports[-1]} is about other code or other rules than {folder} and track {track.spec.id}.")
     replay(reports[-1])
+    records.require_consistent(track, report)
     _require_fresh_rows(track, report)
     into = _require_open(contest, track, entry, len(report["runs"]))
     durable.make_dirs(into)
