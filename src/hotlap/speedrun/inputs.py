@@ -131,7 +131,8 @@ def lay_out(track: Track, model: Path, rows: list[Row], submission: Path, folder
         f"cache/hf/{cache}/refs/main": revision.encode(),
     }
     for path in sorted(submission.rglob("*")):
-        if path.is_file():
+        # The notes are no part of the code state: what a program could read there might change unseen.
+        if path.is_file() and path != submission / "NOTES.md":
             files[f"repo/submissions/{name}/{path.relative_to(submission).as_posix()}"] = path.read_bytes()
     for place, data in files.items():
         durable.make_dirs((folder / place).parent)

@@ -153,7 +153,7 @@ def prepared(entry: Submission, track: Track, folder: Path, sources: Sources, sa
         As `verify`.
     """
     _keep_code(entry, folder / "code")
-    return Verification(
+    verification = Verification(
         folder=folder,
         track=track,
         submission=entry,
@@ -164,6 +164,9 @@ def prepared(entry: Submission, track: Track, folder: Path, sources: Sources, sa
         say=say,
         stops=stops,
     )
+    for place in (track.folder, folder):
+        sandbox.require_hidden(place, verification.training.folders)
+    return verification
 
 
 def _keep_code(entry: Submission, folder: Path) -> None:
