@@ -271,8 +271,9 @@ def own_rows(path: Path, count: int = 200) -> Path:
 def test_a_track_of_ones_own_data(tmp_path: Path, tiny_model: Path) -> None:
     contest = tmp_path / "contest"
     (contest / "tracks").mkdir(parents=True)
-    data = own_rows(tmp_path / "mine.jsonl")
+    data = own_rows(tmp_path / 'mine "\U0001f642".jsonl')
     made = new_track.make(contest, "mine", data, "loss", 2.5, str(tiny_model), 1, lambda _text: None)
+    assert made.spec.title == 'mine "\U0001f642", loss'
     assert track.find(contest, "mine").sha256 == made.sha256
     train, test = inputs.train_rows(made), inputs.test_rows(made, "unused")
     assert sorted(row["answer"] for row in [*train, *test]) == sorted(str(number) for number in range(200))
@@ -283,15 +284,23 @@ def test_a_track_of_ones_own_data(tmp_path: Path, tiny_model: Path) -> None:
         new_track.make(contest, "mine", data, "loss", 2.5, str(tiny_model), 1, lambda _text: None)
 
 
+def odd_ones(rows: list[track.Row]) -> list[track.Row]:
+    return [row for row in rows if "\u2028" in row["question"]]
+
+
 @pytest.mark.torch
 def test_equal_questions_never_stand_on_both_sides(tmp_path: Path, tiny_model: Path) -> None:
     contest = tmp_path / "contest"
     (contest / "tracks").mkdir(parents=True)
     data = own_rows(tmp_path / "mine.jsonl")
-    data.write_text(data.read_text() * 3)
+    odd = [{"prompt": f"a\u2028b\u2029c\x85{number}", "completion": "d\u2028e"} for number in range(50)]
+    data.write_text((data.read_text() + "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in odd)) * 3)
     made = new_track.make(contest, "mine", data, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
     train, test = inputs.train_rows(made), inputs.test_rows(made, "unused")
     assert not {row["question"] for row in train} & {row["question"] for row in test}
+    assert {row["question"] for row in odd_ones([*train, *test])} == {row["prompt"] for row in odd}
+    for rows in (train, test):  # as the frozen evaluator reads them
+        assert odd_ones(rows) and len(inputs.as_lines(rows).decode().splitlines()) == len(rows)
 
 
 @pytest.mark.torch
@@ -303,6 +312,11 @@ def test_rows_that_are_no_rows(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(BadData, match="line 2"):
         new_track.make(contest, "mine", bad, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
     few = own_rows(tmp_path / "few.jsonl", 30)
+    bad.write_text(
+        json.dumps({"question": "a", "answer": "b\n"}) + "\n" + json.dumps({"question": "a", "answer": "b\nc"})
+    )
+    with pytest.raises(BadData, match="line 2 has an answer of several lines"):
+        new_track.make(contest, "mine", bad, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
     with pytest.raises(BadData, match="20 are the least"):
         new_track.make(contest, "mine", few, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
     assert not (contest / "tracks" / "mine").exists()

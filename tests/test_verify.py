@@ -181,8 +181,9 @@ if seed == 16:
 if seed == 17:
     write(0.0)
 if seed == 18:
-    CONFIG["target_modules"] = ["no_proj"]
     write(0.5)
+    text = open(out + "/adapter_config.json").read()
+    open(out + "/adapter_config.json", "w").write(text.replace("down_proj", "no_proj"))
 if seed == 19:
     write(3e38)
 """
@@ -195,7 +196,7 @@ REASONS = [
     "run 5: 'adapter_model.safetensors' (special) has no place",
     "run 6: adapter_model.safetensors: 'base_model.model.model.layers.0.mlp.down_proj.lora_B.weight' holds a value",
     "run 7: the adapter changes nothing",
-    "run 8: PEFT cannot load the adapter: ValueError: ",
+    "run 8: PEFT cannot load the adapter: ",
     "run 9: the adapter makes the model answer with what is no number (adapter_effect)",
 ]
 

@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import statistics
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from hotlap.speedrun.track import Track, tracks
 
 _LOG, _TABLE, _PUBLIC, _PAGE = "log.jsonl", "LEADERBOARD.md", "records.json", "leaderboard.html"
 _LINK = "previous_sha256"
+_PULL = re.compile(r"/pull/([0-9]+)$")
 Row = dict[str, Any]
 
 
@@ -308,7 +310,10 @@ def _public_entries(contest: Path, track: Track) -> list[dict[str, Any]]:
                 "track": track.name,
                 "status": "verified",
                 "time_seconds_mean": round(statistics.fmean(row["times_seconds"]), 1),
+                "verified_by": "hotlap speedrun verify" if row["kind"] == "verified" else "the public contest",
                 "verification_report": row.get("report") or row["source"],
+                "pr": int(found[1]) if (found := _PULL.search(row.get("source", ""))) else None,
+                "notes": f"submissions/{row['submission']}/NOTES.md" if row["kind"] == "verified" else None,
                 **{key: row[key] for key in ("date", "author", "github", "submission", "description")},
                 **{key: row[key] for key in ("times_seconds", "accuracies", "seeds", "hardware")},
             }

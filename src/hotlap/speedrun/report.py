@@ -4,6 +4,7 @@ The verdict is a function of the report: `decide_again` computes it from the rep
 escaped in Markdown.
 """
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -111,7 +112,8 @@ def _phases(runs: Sequence[dict[str, Any]]) -> str:
 def escaped(text: object) -> str:
     """Strangers' text for Markdown, where it is only text: no markup, no line breaks, no mention, no table cell."""
     plain = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
-    return plain.translate(_MARKUP)
+    # A web address needs no markup to become a link where it begins like this.
+    return re.sub("(?i)www[.]", lambda found: found[0][:3] + "&#46;", plain.translate(_MARKUP))
 
 
 def cost_of(usd_micros: int | None, num_tokens: float | None) -> str:

@@ -300,6 +300,7 @@ def machine_facts(environment: environments.Environment) -> dict[str, Any]:
         "processor": models[0] if models else platform.processor(),
         "num_threads_here": len(os.sched_getaffinity(0)),
         "load_at_end": os.getloadavg()[0],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {"hotlap": hotlap.__version__, **versions},
