@@ -1,5 +1,6 @@
 """What a contest shows: the page with its chart, the README's block, and claims that were measured otherwise."""
 
+import datetime
 import math
 import re
 from dataclasses import replace
@@ -27,7 +28,13 @@ EVIL = "<script>alert('1')</script> | x `c` [a](javascript:1)"
 
 
 def entry(
-    date: str, time_s: float, author: str = "ada", rank: int = 1, name: str = "001-ada", work: Work | None = None
+    date: str,
+    time_s: float,
+    author: str = "ada",
+    rank: int = 1,
+    name: str = "001-ada",
+    work: Work | None = None,
+    number: int | None = None,
 ) -> Entry:
     return Entry(
         rank=rank,
@@ -42,6 +49,7 @@ def entry(
         proof="report.json",
         is_imported=False,
         work=work,
+        number=datetime.date.fromisoformat(date).toordinal() if number is None else number,
     )
 
 
@@ -147,6 +155,15 @@ def test_records_stand_in_the_readme_with_their_ratio_its_parts_and_ties() -> No
     assert "No record yet." in section(board()) and "| rank |" not in section(board())
 
 
+def test_the_first_submission_with_number_zero_is_the_baseline() -> None:
+    """On one day, whatever others call themselves."""
+    baseline = entry("2026-01-01", 1800.0, rank=3, name="c1-000-baseline", number=0)
+    other = entry("2026-01-01", 90.0, rank=2, name="000-eve", number=1)
+    first = entry("2026-01-01", 60.0, rank=1, number=2)
+    assert board(first, other, baseline).baseline_of(first) is baseline
+    assert [each.time_s for each in progression(board(first, other, baseline))] == [1800.0, 90.0, 60.0]
+
+
 def test_times_of_another_kind_of_start_are_no_ratio() -> None:
     cold = replace(entry("2026-01-01", 700.0, name="000-baseline", rank=2), regime="cold")
     assert over_baseline(board(entry("2026-01-02", 20.0), cold), entry("2026-01-02", 20.0)) == ""
@@ -178,6 +195,7 @@ MEASURED = {
         ),
         ({}, "# x\n- Time: 12.5 s\n**Score**: 58.4 %", ["NOTES.md:2 claims a time of 12.5 s; measured was 20 s"]),
         ({}, "score: 0.7", ["NOTES.md:1 claims a score of 0.7; measured was 0.58"]),
+        ({}, f"time{' :' * 200}5", []),
         ({}, "Time: 1,815 s", ["NOTES.md:1 claims a time of 1815 s; measured was 20 s"]),
         ({}, "Tokens: 9,000\nSteps: 3 s", ["NOTES.md:1 claims tokens of 9000; measured was 6000"]),
     ],

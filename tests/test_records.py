@@ -15,6 +15,7 @@ from contest import ROOT, changed_track, micro, micro_contest, run_of
 
 from hotlap import durable
 from hotlap.errors import CorruptFile, PinMismatch, Refused, UsageError
+from hotlap.report.records import sections_of
 from hotlap.speedrun import new_track, records, replay, report, track
 from hotlap.speedrun.leaderboard import END, START
 
@@ -363,6 +364,9 @@ def test_nothing_under_provisional_rules_is_a_record(contest: Path) -> None:
     assert row["verdict"] == "pass" and records.standings([row]) == []
     assert json.loads((contest / "records" / "records.json").read_text())["records"] == []
     assert "001-ada (pass)" in (contest / "records" / "LEADERBOARD.md").read_text()
+    (section,) = sections_of(contest)
+    assert section.charts[0].says == "No record yet." and section.charts[0].lines == []
+    assert [table.rows for table in section.tables] == [[], [["001-ada", "Ada <b>", "pass", "2026-11-30", "Short."]]]
     spec = contest / "tracks" / "micro" / "spec.toml"
     spec.write_text(spec.read_text().replace("target = 0.80", "target = 0.85"))
     second = new_track.freeze(spec.parent, lambda _text: None)

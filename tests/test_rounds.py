@@ -188,6 +188,7 @@ def test_a_recipe_is_taken_apart(contest: Path, capsys: pytest.CaptureFixture[st
         assert (run["exit_code"], run["complaints"]) == (0, []) and run["score"] >= 0.8
         assert run["num_left_behind"] == 0
         assert run["num_tokens"] >= 80 * 10 * 3  # rows hold one example or more, and none is shorter
+        assert 0 < run["phases_s"]["steps"] < sum(run["phases_s"].values()) < run["wall_s"]
         assert {entry["name"] for entry in run["output"]} == {"adapter_config.json", "adapter_model.safetensors"}
     (factor,) = told["factors"]
     assert factor["name"] == "techniques.chunked_loss"

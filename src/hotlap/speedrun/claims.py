@@ -22,6 +22,7 @@ _MEASURED: dict[About, str] = {
     "tokens": "num_tokens_mean",
     "steps": "steps_s_mean",
 }
+_MAX_LINE = 200
 _TIME_SHARE, _SCORE_POINTS = 0.10, 0.02
 
 
@@ -41,7 +42,8 @@ def claims(config: dict[str, Any], notes: str) -> list[Claim]:
     if said.get("accuracies"):
         found.append(Claim("config.yaml", "score", statistics.fmean(said["accuracies"])))
     for number, line in enumerate(notes.splitlines(), start=1):
-        if match := _LINE.match(line):
+        # A claim is short, and a pattern should not be led through a quarter of a million signs.
+        if match := _LINE.match(line[:_MAX_LINE]):
             about = next(each for each in _MEASURED if each == match[1].lower())
             found.append(
                 Claim(f"NOTES.md:{number}", about, float(match[2].replace(",", "")) / (100 if match[3] else 1))

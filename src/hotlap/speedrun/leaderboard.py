@@ -40,6 +40,8 @@ class Entry:
     """Whether it is another contest's record, told as a fact and not run again."""
     work: Work | None
     """What its runs do in their steps, as far as that is known."""
+    number: int
+    """Its row in the track's log."""
 
     @property
     def time_s(self) -> float:
@@ -73,16 +75,16 @@ class Board:
         return tuple(entry for entry in self.entries if not entry.is_imported)
 
     def baseline_of(self, entry: Entry) -> Entry | None:
-        """What an entry is held against: submission number 0, from the same kind of start."""
+        """What an entry is held against: the first submission number 0, from the same kind of start."""
         found = [each for each in self.entries if _BASELINE.fullmatch(each.submission) and each.regime == entry.regime]
-        return min(found, key=lambda each: each.date) if found else None
+        return min(found, key=lambda each: each.number) if found else None
 
     def place_of(self, entry: Entry) -> str:
         is_tied = sum(each.rank == entry.rank for each in self.entries) > 1
         return f"{entry.rank}, tied" if is_tied else str(entry.rank)
 
 
-def entry_of(rank: int, row: dict[str, Any], work: Work | None) -> Entry:
+def entry_of(rank: int, row: dict[str, Any], number: int, work: Work | None) -> Entry:
     return Entry(
         rank=rank,
         submission=row["submission"],
@@ -96,13 +98,14 @@ def entry_of(rank: int, row: dict[str, Any], work: Work | None) -> Entry:
         proof=row.get("report") or row["source"],
         is_imported=row["kind"] == "imported",
         work=work,
+        number=number,
     )
 
 
 def progression(board: Board) -> list[Entry]:
-    """Records in the order of their dates, as far as each was faster than all before it."""
+    """Records in the order of the log, as far as each was faster than all before it."""
     found: list[Entry] = []
-    for entry in sorted(board.entries, key=lambda entry: (entry.date, -entry.time_s)):
+    for entry in sorted(board.entries, key=lambda entry: entry.number):
         if not found or entry.time_s < found[-1].time_s:
             found.append(entry)
     return found

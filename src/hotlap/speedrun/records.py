@@ -56,13 +56,13 @@ def read(contest: Path, track: Track) -> list[Row]:
     rows = durable.read_rows(path)
     link = ""
     for number, row in enumerate(rows, start=1):
-        if row[_LINK] != link:
+        if row.get(_LINK) != link:
             raise CorruptFile(
                 f"{path} line {number} does not follow from the line before: a row was changed or removed."
             )
-        if row["track_sha256"] != track.sha256:
+        if row.get("track_sha256") != track.sha256:
             raise PinMismatch(
-                f"Track {track.name} has records under other rules ({row['track_sha256'][:12]}, now "
+                f"Track {track.name} has records under other rules ({str(row.get('track_sha256'))[:12]}, now "
                 f"{track.sha256[:12]}). A frozen track does not change: restore its folder, or make a new version."
             )
         link = _hash(row)
@@ -189,7 +189,9 @@ def _board(contest: Path, track: Track, older: Sequence[Track]) -> Board:
         is_share=spec.metric.type == "exact",
         base_model=spec.base_model.name,
         is_provisional=track.is_provisional,
-        entries=tuple(entry_of(each.rank, each.row, _work_of(contest, each.row)) for each in standings(rows)),
+        entries=tuple(
+            entry_of(each.rank, each.row, rows.index(each.row), _work_of(contest, each.row)) for each in standings(rows)
+        ),
         not_rebased=tuple((row["submission"], row["author"]) for row in not_rebased(contest, track, older)),
         others=tuple((row["submission"], row["verdict"]) for row in rows if not is_record(row)),
     )

@@ -67,7 +67,8 @@ def accept(contest: Path, folder: Path, track: Track, measured: Path) -> dict[st
         Refused: this code was decided already.
     """
     entry = submission.load(folder, track)
-    reports = sorted(measured.glob("report-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
+    reports = [path for path in measured.iterdir() if re.fullmatch(r"report-[0-9]+\.json", path.name)]
+    reports.sort(key=lambda path: int(path.stem.partition("-")[2]))
     if not reports:
         raise CorruptFile(f"{measured} holds no report: the verification is not finished. Run it again; it goes on.")
     report: dict[str, Any] = json.loads(reports[-1].read_bytes())
@@ -75,6 +76,8 @@ def accept(contest: Path, folder: Path, track: Track, measured: Path) -> dict[st
     of_entry = {key: told[key] for key in IDENTITY} == identity_of(entry)
     if told["code_sha256"] != entry.code_sha256 or not of_entry or report["track_sha256"] != track.sha256:
         raise PinMismatch(f"{reports[-1]} is about other code or other rules than {folder} and track {track.spec.id}.")
+    if reports[-1].name != f"report-{len(report['runs'])}.json":
+        raise CorruptFile(f"{reports[-1]} is of {len(report['runs'])} runs; its name is that of another report.")
     replay(reports[-1])
     records.require_consistent(track, report)
     _require_fresh_rows(track, report)
