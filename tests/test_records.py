@@ -249,13 +249,14 @@ def test_two_that_append_at_once_follow_one_another(contest: Path) -> None:
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
     writers = [subprocess.Popen([*command, name], **pipes) for name in ("001-ada", "002-bob")]
     for writer in writers:
-        assert writer.stdout.readline() == "ready\n"
+        assert writer.stdout and writer.stdout.readline() == "ready\n"
     for writer in writers:
+        assert writer.stdin
         writer.stdin.write("go\n")
         writer.stdin.close()
-    assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
     for writer in writers:
-        writer.stdout.close()
+        with writer:
+            assert writer.wait(timeout=120) == 0
     assert len(records.read(contest, each)) == 30
 
 

@@ -44,7 +44,7 @@ def claims(config: dict[str, Any], notes: str) -> list[Claim]:
     for number, line in enumerate(notes.splitlines(), start=1):
         # A claim is short, and a pattern should not be led through a quarter of a million signs.
         if match := _LINE.match(line[:_MAX_LINE]):
-            about = next(each for each in _MEASURED if each == match[1].lower())
+            about: About = next(each for each in _MEASURED if each == match[1].lower())
             found.append(
                 Claim(f"NOTES.md:{number}", about, float(match[2].replace(",", "")) / (100 if match[3] else 1))
             )
