@@ -105,7 +105,7 @@ def test_a_readme_gets_its_block_between_the_marks_and_nowhere_else() -> None:
     text = with_block(README, [board(entry("2026-01-01", 12.34)), board(is_provisional=True)])
     assert text.startswith(f"# Ours\n\n{START}\n## Leaderboard\n\n**micro**: ")
     assert text.endswith(f"{END}\n\nafter\n")
-    assert "| 1 | 12.3 ± 0.5 s | 0.9000 | - | - | ada | 2026-01-01 |" in text
+    assert "| 1 | 001-ada | 12.3 ± 0.5 s | 0.9000 | - | - | ada | 2026-01-01 |" in text
     assert "old" not in text and "provisional" not in text and "product" not in text
     assert with_block(text, [board(entry("2026-01-01", 12.34)), board(is_provisional=True)]) == text
     assert with_block("# No marks\n", [board()]) == "# No marks\n"
@@ -146,9 +146,9 @@ def test_records_stand_in_the_readme_with_their_ratio_its_parts_and_ties() -> No
     lines = with_block(README, [shown]).splitlines()
     ratio = r"30\.0x \(29\.\d to 30\.\d\) \| 2\.45 x 2\.93 x 4\.17 \\\* \| ada \| 2026-01-05"
     (line,) = [line for line in lines if "| ada |" in line]
-    assert re.fullmatch(rf"\| 1, tied \| 60\.0 ± 0\.5 s \| 0\.9000 \| {ratio} \|", line), line
-    assert any(line.startswith("| 1, tied | 60.0") and "| bob |" in line for line in lines)
-    own = "| 3 | 1800.0 ± 0.5 s | 0.9000 | the baseline | 180,000 tokens, 112 tokens/s, 200.0 s \\* | hotlap |"
+    assert re.fullmatch(rf"\| 1, tied \| 001-ada \| 60\.0 ± 0\.5 s \| 0\.9000 \| {ratio} \|", line), line
+    assert any(line.startswith("| 1, tied | 002-bob | 60.0") and "| bob |" in line for line in lines)
+    own = "| 3 | c1-000-baseline | 1800.0 ± 0.5 s | 0.9000 | the baseline | 180,000 tokens, 112 tokens/s, 200.0 s \\* | hotlap |"
     assert any(line.startswith(own) for line in lines), lines
     assert "\\* Tokens and seconds of steps as the author says them." in "\n".join(lines)
     assert "| 1, tied | 60.0 | 0.5 | 0.9000 | 30.0x (2" in section(shown)

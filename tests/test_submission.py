@@ -87,6 +87,8 @@ def test_a_seed_from_the_command_line_is_what_it_is_for(contest: Path) -> None:
         ("from urllib.request import urlopen\n", "imports urllib"),
         ("import pickle\n", "imports pickle"),
         ("import ctypes\n", "imports ctypes"),
+        ("import os\nos.sched_setaffinity(0, range(64))\n", "sched_setaffinity: it can take more processors"),
+        ("import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n", "SIG_IGN: it can"),
         ("path = '/cache/data/vowels_test'\n", "test split"),
     ],
 )

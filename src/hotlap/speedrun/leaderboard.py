@@ -196,6 +196,7 @@ def _readme_table(board: Board) -> list[str]:
     sign = "at least" if board.is_share else "at most"
     head = (
         "rank",
+        "submission",
         "time",
         "score",
         "over the baseline",
@@ -211,7 +212,8 @@ def _readme_table(board: Board) -> list[str]:
         "| --- " * len(head) + "|",
     ]
     for entry in board.ours:
-        cells = [board.place_of(entry), f"{entry.time_s:.1f} ± {entry.spread_s:.1f} s", f"{entry.score:.4f}"]
+        cells = [board.place_of(entry), escaped(entry.submission)]
+        cells += [f"{entry.time_s:.1f} ± {entry.spread_s:.1f} s", f"{entry.score:.4f}"]
         cells += [over_baseline(board, entry) or "-", product(board, entry) or "-"]
         lines.append("| " + " | ".join([*cells, escaped(entry.author), entry.date]) + " |")
     return lines

@@ -228,6 +228,8 @@ def _complaints(node: ast.AST) -> _Complaints:
             return _imports([module])
         case ast.Name(id=name) | ast.Attribute(attr=name) | ast.FunctionDef(name=name) if not name.isascii():
             return [("refused", f"the name {name!a} is not ASCII, so it can look like another")]
+        case ast.Attribute(attr="sched_setaffinity" | "SIG_IGN" as name) | ast.Name(id="sched_setaffinity" as name):
+            return [("warning", f"{name}: it can take more processors, or hide what its children use: read why")]
         case ast.Constant(value=str() | bytes() as value) if len(value) > _LONG_LITERAL and " " not in str(value[:200]):
             return [("refused", f"a literal of {len(value):,} characters: data or weights in code")]
         case ast.List() | ast.Tuple() | ast.Set() | ast.Dict() if _num_numbers(node) > _MAX_NUMBERS:
