@@ -254,11 +254,12 @@ def _html_of(board: Board) -> str:
         return "\n".join([*lines, "<p>No record yet.</p>"])
     lines.append(chart(progression(board)))
     lines.append(
-        '<table><tr><th class="n">rank</th><th class="n">time</th><th class="n">score</th><th class="n">cost</th>'
+        '<table><tr><th class="n">rank</th><th class="n">time</th><th class="n">score</th><th class="n">over baseline</th>'
     )
-    lines.append("<th>by</th><th>what</th><th>when</th><th>start</th></tr>")
+    lines.append('<th class="n">cost</th><th>by</th><th>what</th><th>when</th><th>start</th></tr>')
     for entry in board.entries:
-        numbers = (str(entry.rank), f"{entry.time_s:.1f} ± {entry.spread_s:.1f} s", f"{entry.score:.4f}", entry.cost)
+        numbers = [board.place_of(entry), f"{entry.time_s:.1f} ± {entry.spread_s:.1f} s", f"{entry.score:.4f}"]
+        numbers += [over_baseline(board, entry) or "-", entry.cost]
         words = (entry.author, entry.description, entry.date, entry.regime)
         cells = "".join(f'<td class="n">{number}</td>' for number in numbers)
         lines.append(f"<tr>{cells}{''.join(f'<td>{html.escape(word)}</td>' for word in words)}</tr>")
