@@ -253,10 +253,8 @@ def _html_of(board: Board) -> str:
     if not board.entries:
         return "\n".join([*lines, "<p>No record yet.</p>"])
     lines.append(chart(progression(board)))
-    lines.append(
-        '<table><tr><th class="n">rank</th><th class="n">time</th><th class="n">score</th><th class="n">over baseline</th>'
-    )
-    lines.append('<th class="n">cost</th><th>by</th><th>what</th><th>when</th><th>start</th></tr>')
+    heads = "".join(f'<th class="n">{name}</th>' for name in ("rank", "time", "score", "over baseline", "cost"))
+    lines.append(f"<table><tr>{heads}<th>by</th><th>what</th><th>when</th><th>start</th></tr>")
     for entry in board.entries:
         numbers = [board.place_of(entry), f"{entry.time_s:.1f} ± {entry.spread_s:.1f} s", f"{entry.score:.4f}"]
         numbers += [over_baseline(board, entry) or "-", entry.cost]
