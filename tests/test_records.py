@@ -223,6 +223,17 @@ def test_predictions_that_were_edited_are_found(contest: Path) -> None:
     (folder / "predictions.jsonl").write_text(text.replace('"y"', '"n"'))
     (found,) = records.check(contest)
     assert found.endswith("run-3/predictions.jsonl is not what run 3 was scored on.")
+    (folder / "predictions.jsonl").unlink()
+    assert records.check(contest) == [f"{row['report']}: rows or predictions of run 3 are gone"]
+
+
+def test_a_row_that_lacks_something_is_damage_and_no_traceback(contest: Path) -> None:
+    each = micro(contest)
+    row = logged(contest, each, "001-ada", good_runs(1))
+    del row["verdict"], row["seeds"]
+    (records.folder_of(contest, each) / "log.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(CorruptFile, match="line 1 lacks seeds, verdict"):
+        records.check(contest)
 
 
 def test_an_attempt_whose_row_was_cut_off_is_found(contest: Path) -> None:
@@ -330,9 +341,10 @@ def test_replay_decides_from_the_report_alone(contest: Path, tmp_path: Path) -> 
     alone.write_text(json.dumps(tree))
     with pytest.raises(CorruptFile, match="says pass, and its runs give fail"):
         replay.replay(alone)
-    alone.write_text("{}")
-    with pytest.raises(CorruptFile, match="is no report"):
-        replay.replay(alone)
+    for text in ("{}", "[]", "no JSON", '{"runs": [], "rules": {}}'):
+        alone.write_text(text)
+        with pytest.raises(CorruptFile, match="is no report"):
+            replay.replay(alone)
 
 
 # --- the imported table ---

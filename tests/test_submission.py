@@ -216,6 +216,7 @@ def test_a_folder_that_is_refused(change: Callable[[Path], None], reason: str, c
     [
         ({"author": " "}, "needs a text as 'author'"),
         ({"technique": 3}, "needs a text as 'technique'"),
+        ({"author": "Bob\u202e"}, "'author' hides something"),
         ({"description": "fast " * 300}, "'description' has more than 1000 characters"),
         ({"self_reported": {"mean_train_seconds": 10**400}}, "are numbers"),
         ({"base_model": "other/model"}, "base_model must be hotlap/tiny-random"),

@@ -30,6 +30,10 @@ from hotlap.speedrun.track import Track, tracks
 _LOG, _TABLE, _PUBLIC, _PAGE = "log.jsonl", "LEADERBOARD.md", "records.json", "leaderboard.html"
 _LINK = "previous_sha256"
 _PULL = re.compile(r"/pull/([0-9]+)$")
+_FIELDS = {
+    *("kind", "track_sha256", "date", "verdict", "submission", "author", "github", "description", "code_sha256"),
+    *("times_seconds", "accuracies", "seeds", "hardware", "regime"),
+}
 Row = dict[str, Any]
 
 
@@ -60,9 +64,11 @@ def read(contest: Path, track: Track) -> list[Row]:
             raise CorruptFile(
                 f"{path} line {number} does not follow from the line before: a row was changed or removed."
             )
-        if row.get("track_sha256") != track.sha256:
+        if lacking := sorted(_FIELDS - row.keys()):
+            raise CorruptFile(f"{path} line {number} lacks {', '.join(lacking)}.")
+        if row["track_sha256"] != track.sha256:
             raise PinMismatch(
-                f"Track {track.name} has records under other rules ({str(row.get('track_sha256'))[:12]}, now "
+                f"Track {track.name} has records under other rules ({row['track_sha256'][:12]}, now "
                 f"{track.sha256[:12]}). A frozen track does not change: restore its folder, or make a new version."
             )
         link = _hash(row)
@@ -261,16 +267,23 @@ def _check_report(contest: Path, track: Track, row: Row) -> list[str]:
     if not path.is_file() or durable.sha256_file(path) != row["report_sha256"]:
         return [f"{row['report']} is gone or was changed"]
     try:
-        replay(path)
+        again = replay(path)["scores"]
         report: Report = json.loads(path.read_bytes())
         require_consistent(track, report)
+        gone = [run["run"] for run, score in zip(report["runs"], again, strict=True) if score is None and _is_kept(run)]
         expected = _row_of(contest, track, report, path)
     except CorruptFile as error:
         return [str(error)]
     except (KeyError, TypeError, IndexError) as error:
         return [f"{row['report']} is no report of a verification: {type(error).__name__} {error}"]
     wrong = sorted(key for key in expected if row.get(key) != expected[key])
-    return [f"{row['report']} and its row in the log differ in {', '.join(wrong)}"] if wrong else []
+    found = [f"{row['report']} and its row in the log differ in {', '.join(wrong)}"] if wrong else []
+    return found + [f"{row['report']}: rows or predictions of run {number} are gone" for number in gone]
+
+
+def _is_kept(run: dict[str, Any]) -> bool:
+    """Whether a run's rows and predictions were put beside its report."""
+    return run["score"] is not None and "predictions_sha256" in run
 
 
 def require_consistent(track: Track, report: Report) -> None:

@@ -287,6 +287,8 @@ def _check_config(path: Path, track: Track) -> list[Finding]:
     for name in _FIELDS:
         if not isinstance(config.get(name), str) or not config[name].strip():
             found.append(Finding("refused", path.name, f"needs a text as {name!r}"))
+        elif any(_is_trick(char) for char in config[name].replace("\n", "")):  # YAML has escapes for them
+            found.append(Finding("refused", path.name, f"{name!r} hides something"))
         elif len(config[name]) > _MAX_FIELD:
             found.append(Finding("refused", path.name, f"{name!r} has more than {_MAX_FIELD} characters"))
     if config.get("base_model") not in (None, track.spec.base_model.name):
