@@ -18,6 +18,7 @@ from hotlap.speedrun.leaderboard import (
     chart,
     over_baseline,
     page,
+    product,
     progression,
     section,
     with_block,
@@ -153,6 +154,12 @@ def test_records_stand_in_the_readme_with_their_ratio_its_parts_and_ties() -> No
     assert "\\* Tokens and seconds of steps as the author says them." in "\n".join(lines)
     assert "| 1, tied | 60.0 | 0.5 | 0.9000 | 30.0x (2" in section(shown)
     assert "No record yet." in section(board()) and "| rank |" not in section(board())
+
+
+def test_notes_that_say_more_seconds_of_steps_than_there_were_make_no_product() -> None:
+    wrong = entry("2026-01-01", 1800.0, name="000-baseline", work=replace(SLOW, steps_s=1_900.0))
+    first = entry("2026-01-05", 60.0, work=FAST)
+    assert [product(board(first, wrong), each) for each in (wrong, first)] == ["", ""]
 
 
 def test_the_first_submission_with_number_zero_is_the_baseline() -> None:

@@ -160,12 +160,14 @@ def product(board: Board, entry: Entry) -> str:
     if baseline is None or baseline.work is None or entry.work is None:
         return ""
     star = "" if baseline.work.is_measured and entry.work.is_measured else " \\*"
+    found = factors(baseline.time_s, baseline.work, entry.time_s, entry.work)
+    if found is None:
+        return ""
     if baseline is entry:
         work = entry.work
         rate, fixed_s = work.num_tokens / work.steps_s, entry.time_s - work.steps_s
         return f"{work.num_tokens:,.0f} tokens, {rate:,.0f} tokens/s, {fixed_s:.1f} s{star}"
-    found = factors(baseline.time_s, baseline.work, entry.time_s, entry.work)
-    return "" if found is None else f"{found.tokens:.2f} x {found.speed:.2f} x {found.fixed:.2f}{star}"
+    return f"{found.tokens:.2f} x {found.speed:.2f} x {found.fixed:.2f}{star}"
 
 
 _BELOW = """
