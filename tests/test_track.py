@@ -293,11 +293,14 @@ def test_equal_questions_never_stand_on_both_sides(tmp_path: Path, tiny_model: P
     contest = tmp_path / "contest"
     (contest / "tracks").mkdir(parents=True)
     data = own_rows(tmp_path / "mine.jsonl")
-    odd = [{"prompt": f"a\u2028b\u2029c\x85{number}", "completion": "d\u2028e"} for number in range(50)]
-    data.write_text((data.read_text() + "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in odd)) * 3)
+    odd = [{"prompt": f"a\u2028b\u2029c\x85{number}", "completion": "d\u2028e" * 30} for number in range(50)]
+    data.write_text(
+        "\ufeff" + (data.read_text() + "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in odd)) * 3
+    )
     made = new_track.make(contest, "mine", data, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
     train, test = inputs.train_rows(made), inputs.test_rows(made, "unused")
     assert not {row["question"] for row in train} & {row["question"] for row in test}
+    assert isinstance(made.spec.metric, track.ExactMetric) and made.spec.metric.max_new_tokens == 30 * 5 + 1
     assert {row["question"] for row in odd_ones([*train, *test])} == {row["prompt"] for row in odd}
     for rows in (train, test):  # as the frozen evaluator reads them
         assert odd_ones(rows) and len(inputs.as_lines(rows).decode().splitlines()) == len(rows)
@@ -310,6 +313,12 @@ def test_rows_that_are_no_rows(tmp_path: Path, tiny_model: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"question": "a", "answer": "b"}\n{"question": 1}\n')
     with pytest.raises(BadData, match="line 2"):
+        new_track.make(contest, "mine", bad, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
+    bad.write_text(json.dumps({"question": "a", "answer": "b"}) + "\n", encoding="utf-16")
+    with pytest.raises(BadData, match="is not text in UTF-8"):
+        new_track.make(contest, "mine", bad, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
+    bad.write_text((json.dumps({"question": "say 7", "answer": "b"}) + "\n") * 50)
+    with pytest.raises(BadData, match="no row to train on"):
         new_track.make(contest, "mine", bad, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
     few = own_rows(tmp_path / "few.jsonl", 30)
     bad.write_text(

@@ -14,6 +14,7 @@ from hotlap.speedrun.track import FileData, GeneratedData, Row, Spec, Track
 Say = Callable[[str], None]
 _TEST_SHARE = 5
 _MIN_TEST_ROWS = 20
+_MIN_ANSWER_TOKENS = 64
 _NAMES = (("question", "answer"), ("prompt", "completion"))
 
 _SPEC = """# Written by `hotlap speedrun new-track`. Once pins.json is beside it, it is frozen.
@@ -110,9 +111,13 @@ def make(
     num_test = sum(is_test)
     if num_test < _MIN_TEST_ROWS:
         raise BadData(f"{data} would give {num_test} test rows, and {_MIN_TEST_ROWS} are the least. Bring more rows.")
+    if all(is_test):
+        raise BadData(f"{data} would leave no row to train on: rows with one question stay together. Bring others.")
+    # No token is shorter than a byte.
+    answer_tokens = max(_MIN_ANSWER_TOKENS, 1 + max(len(row["answer"].encode()) for row in rows))
     say(f"{len(rows) - num_test} rows to train on, {num_test} held out for the test")
     files = {
-        "spec.toml": _spec_text(track_id, data, metric, target, base_model, threads).encode(),
+        "spec.toml": _spec_text(track_id, data, metric, target, base_model, threads, answer_tokens).encode(),
         "train.jsonl": inputs.as_lines([row for row, held_out in zip(rows, is_test, strict=True) if not held_out]),
         "test.jsonl": inputs.as_lines([row for row, held_out in zip(rows, is_test, strict=True) if held_out]),
     }
@@ -127,12 +132,14 @@ def make(
         raise
 
 
-def _spec_text(track_id: str, data: Path, metric: str, target: float, base_model: str, threads: int) -> str:
+def _spec_text(
+    track_id: str, data: Path, metric: str, target: float, base_model: str, threads: int, answer_tokens: int
+) -> str:
     def quoted(text: str) -> str:
         # A JSON string is a TOML string too, but for letters that JSON writes as two halves.
         return json.dumps(text, ensure_ascii=False)
 
-    exact = 'rule = "exact"\nmax_new_tokens = 64\nstop = []\n' if metric == "exact" else ""
+    exact = f'rule = "exact"\nmax_new_tokens = {answer_tokens}\nstop = []\n' if metric == "exact" else ""
     plain = re.sub(r"[^A-Za-z0-9-]+", "-", Path(base_model).name).strip("-")
     return _SPEC.format(
         id=quoted(track_id),
@@ -149,8 +156,12 @@ def _spec_text(track_id: str, data: Path, metric: str, target: float, base_model
 
 
 def _rows(path: Path, metric: str) -> list[Row]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise BadData(f"{path} is not text in UTF-8.") from None
     rows: list[Row] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"), start=1):
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         try:
             row = json.loads(line)
             names = next(names for names in _NAMES if all(isinstance(row.get(name), str) for name in names))
