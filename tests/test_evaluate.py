@@ -141,12 +141,12 @@ GREEDY = {
 
 @pytest.mark.torch
 def test_nothing_is_taken_from_a_generation_config(tmp_path: Path) -> None:
-    """Beams, penalties and chance that somebody put beside the model's weights do not change an answer."""
+    """Chance, beams, penalties and forbidden tokens that stand beside the model's weights do not change an answer."""
     order, model = order_for(tmp_path, GREEDY, 0.125)
     evaluate.score(order)
     plain = (tmp_path / "predictions.jsonl").read_text()
     shutil.copytree(model, tmp_path / "other")
-    odd = {"do_sample": True, "temperature": 5.0, "num_beams": 3, "repetition_penalty": 9.0, "min_new_tokens": 4}
+    odd = {"do_sample": True, "num_beams": 3, "repetition_penalty": 9.0, "suppress_tokens": list(range(60, 120))}
     (tmp_path / "other" / "generation_config.json").write_text(json.dumps(odd))
     evaluate.score({**order, "base_model": str(tmp_path / "other")})
     assert (tmp_path / "predictions.jsonl").read_text() == plain
