@@ -93,6 +93,7 @@ def run_of(number: int, score: float | None, wall_s: float, *complaints: str) ->
         "num_params": 256,
         "num_left_behind": 0,
         "num_tokens": None,
+        "phases_s": None,
         "protections": ["network"],
     }
 

@@ -110,6 +110,8 @@ def test_overlapping_tensors_are_refused(inspect: Callable[..., Audit]) -> None:
         ({"bias": "all"}, "without bias"),
         ({"lora_alpha": "8"}, "lora_alpha is no number"),
         ({"lora_alpha": float("inf")}, "lora_alpha is no number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is no number"),
+        ({"lora_alpha": 10**400}, "lora_alpha is no number"),
         ({"target_modules": "(a+)+$"}, "target_modules is no list"),
         ({"target_modules": [1]}, "target_modules is no list"),
         ({"use_rslora": "yes"}, "true or false"),

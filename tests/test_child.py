@@ -27,6 +27,12 @@ class Soon:
         self._now_s = 1.0
 
 
+def test_a_line_without_an_end_comes_in_pieces() -> None:
+    talk: list[str] = []
+    run("import sys; sys.stderr.write('x' * 200_000)", on_talk=talk.append)
+    assert "".join(talk) == "x" * 200_000 and max(map(len, talk)) == 65_536
+
+
 def test_events_talk_and_result() -> None:
     events: list[dict[str, Any]] = []
     talk: list[str] = []

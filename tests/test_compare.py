@@ -125,6 +125,8 @@ def test_runs_without_spread_are_held_against_the_number_of_rows() -> None:
 def test_one_adapter_for_every_seed_is_no_evidence() -> None:
     runs = runs_of(0.97, 0.98, 0.99, adapter_sha256="same")
     assert decide(runs, 0.8, True, LOOKS, 0.05).verdict == "undecided"
+    two = [*runs_of(0.97, 0.98), *runs_of(0.99, adapter_sha256="hash-1")]
+    assert decide(two, 0.8, True, LOOKS, 0.05).verdict == "undecided"
 
 
 def test_a_loss_is_better_below_its_target() -> None:

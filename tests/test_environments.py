@@ -190,6 +190,18 @@ def test_what_came_from_elsewhere_is_held_against_what_it_was_made_of(tmp_path: 
     with pytest.raises(CorruptFile, match="rows that its entropy 'e2' gives"):
         verify.accept(contest, folder, micro(contest), out)
     (out / "run-2" / "test.jsonl").write_bytes(rows)
+    easy_rules = {**report, "rules": {**report["rules"], "target": 0.5}}
+    (out / "report-2.json").write_text(json.dumps(easy_rules))
+    with pytest.raises(CorruptFile, match="holds other rules than the track"):
+        verify.accept(contest, folder, micro(contest), out)
+    (out / "report-2.json").rename(out / "report-3.json")
+    with pytest.raises(CorruptFile, match="its name is that of another report"):
+        verify.accept(contest, folder, micro(contest), out)
+    (out / "report-3.json").unlink()
+    other_author = {**report, "submission": {**report["submission"], "author": "Eve"}}
+    (out / "report-2.json").write_text(json.dumps(other_author))
+    with pytest.raises(PinMismatch, match="other code"):
+        verify.accept(contest, folder, micro(contest), out)
     (out / "report-2.json").write_text(json.dumps(report))
     assert verify.accept(contest, folder, micro(contest), out)["decision"]["verdict"] == "undecided"
     (attempt,) = (contest / "records" / "micro" / "attempts").iterdir()

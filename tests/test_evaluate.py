@@ -3,6 +3,7 @@
 import json
 import math
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,22 +127,37 @@ def test_loss_equals_that_of_the_formula(tmp_path: Path) -> None:
     assert result["adapter_effect"] > 0 and result["ignored_tensors"] == []
 
 
+GREEDY = {
+    "type": "exact",
+    "rule": "exact",
+    "target": 0.5,
+    "prompt": "{question}=",
+    "max_new_tokens": 4,
+    "batch_rows": 1,
+    "stop": [],
+    "max_prompt_tokens": None,
+}
+
+
+@pytest.mark.torch
+def test_nothing_is_taken_from_a_generation_config(tmp_path: Path) -> None:
+    """Chance, beams, penalties and forbidden tokens that stand beside the model's weights do not change an answer."""
+    order, model = order_for(tmp_path, GREEDY, 0.125)
+    evaluate.score(order)
+    plain = (tmp_path / "predictions.jsonl").read_text()
+    shutil.copytree(model, tmp_path / "other")
+    odd = {"do_sample": True, "num_beams": 3, "repetition_penalty": 9.0, "suppress_tokens": list(range(60, 120))}
+    (tmp_path / "other" / "generation_config.json").write_text(json.dumps(odd))
+    evaluate.score({**order, "base_model": str(tmp_path / "other")})
+    assert (tmp_path / "predictions.jsonl").read_text() == plain
+
+
 @pytest.mark.torch
 def test_greedy_answers_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    metric = {
-        "type": "exact",
-        "rule": "exact",
-        "target": 0.5,
-        "prompt": "{question}=",
-        "max_new_tokens": 4,
-        "batch_rows": 1,
-        "stop": [],
-        "max_prompt_tokens": None,
-    }
-    order, _ = order_for(tmp_path, metric, 0.125)
+    order, _ = order_for(tmp_path, GREEDY, 0.125)
     evaluate.score(order)
     one_by_one = (tmp_path / "predictions.jsonl").read_text()
-    evaluate.score({**order, "metric": {**metric, "batch_rows": 3}})
+    evaluate.score({**order, "metric": {**GREEDY, "batch_rows": 3}})
     assert (tmp_path / "predictions.jsonl").read_text() == one_by_one
     assert len(one_by_one.splitlines()) == 3
 

@@ -1,7 +1,12 @@
 """Records: an append-only log, tables made of it, and what happens to those who touch either."""
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +15,9 @@ from contest import ROOT, changed_track, micro, micro_contest, run_of
 
 from hotlap import durable
 from hotlap.errors import CorruptFile, PinMismatch, Refused, UsageError
+from hotlap.report.records import sections_of
 from hotlap.speedrun import new_track, records, replay, report, track
+from hotlap.speedrun.leaderboard import END, START
 
 RESEARCH = ROOT.parent / "shared" / "research" / "speedrun-techniques.md"
 
@@ -19,19 +26,11 @@ def logged(
     contest: Path, each: track.Track, name: str, runs: list[dict[str, Any]], description: str = "Short."
 ) -> records.Row:
     """A verification as `verify` logs it, of runs that are given."""
-    rules = {
-        "target": each.spec.metric.target,
-        "higher_is_better": True,
-        "looks": [3, 5],
-        "alpha": 0.05,
-        "has_fresh_rows": True,
-        "metric": each.spec.metric.model_dump(mode="json"),
-    }
     built: dict[str, Any] = {
         "track": each.spec.id,
         "version": each.spec.version,
         "track_sha256": each.sha256,
-        "rules": rules,
+        "rules": report.rules_of(each),
         "submission": {
             "name": name,
             "author": "Ada <b>",
@@ -41,14 +40,9 @@ def logged(
             "code_sha256": durable.sha256_bytes(name.encode()),
         },
         "date": "2026-11-30T10:00:00Z",
-        "machine": {"processor": "CPU", "num_threads_here": 2, "python": "3.11", "versions": {"torch": "2.13.0"}},
+        "machine": {"processor": "CPU", "num_threads_here": 2, "usd_micros_per_hour": 0},
         "runs": runs,
-        "summary": {
-            "time_seconds_mean": 1.0,
-            "time_seconds_interval": None,
-            "num_tokens_mean": None,
-            "usd_micros_mean": 0,
-        },
+        "summary": report.summary_of(runs, 0),
     }
     built["decision"] = vars(report.decide_again(built))
     path = records.folder_of(contest, each) / "attempts" / name / "report-3.json"
@@ -90,11 +84,11 @@ def test_records_stand_fastest_first_and_attempts_below(contest: Path) -> None:
 
 
 def test_strangers_text_is_only_text(contest: Path) -> None:
-    logged(contest, micro(contest), "001-ada", good_runs(1), "x | y <script>alert(1)</script> [a](b) `c` @all\n# d")
+    logged(contest, micro(contest), "001-ada", good_runs(1), "x | y <script>alert(1)</script> [a](b) `c` @all\n# www.d")
     table = (contest / "records" / "LEADERBOARD.md").read_text()
     (line,) = [line for line in table.splitlines() if "alert" in line]
-    assert line.count("|") == 11
-    assert not any(text in line for text in ("<", "[", "](", "`", "@", "# "))
+    assert line.count("|") == 12
+    assert not any(text in line for text in ("<", "[", "](", "`", "@", "# ", "www."))
     assert "Ada &#60;b&#62;" in line
 
 
@@ -146,6 +140,168 @@ def test_tables_that_drifted_are_found_and_written_again(contest: Path) -> None:
     assert records.check(contest) == []
 
 
+def forged(contest: Path, each: track.Track, row: records.Row, change: Callable[[dict[str, Any]], None]) -> None:
+    """A report that somebody edits, who also hashes it anew and writes the log, its only row, to fit."""
+    path = contest / row["report"]
+    built = json.loads(path.read_bytes())
+    change(built)
+    path.write_text(json.dumps(built))
+    log = records.folder_of(contest, each) / "log.jsonl"
+    log.write_text(json.dumps({**row, "report_sha256": durable.sha256_file(path)}) + "\n")
+    records.write_tables(contest)
+
+
+def lower_target(built: dict[str, Any]) -> None:
+    built["rules"]["target"] = 0.5
+    built["decision"]["verdict"] = report.decide_again(built).verdict
+
+
+def no_fresh_rows(built: dict[str, Any]) -> None:
+    built["rules"]["has_fresh_rows"] = False
+
+
+def pass_by_word(built: dict[str, Any]) -> None:
+    built["decision"]["verdict"] = "pass"
+
+
+def faster_mean(built: dict[str, Any]) -> None:
+    built["summary"]["time_seconds_mean"] = 1.0
+
+
+def no_decision(built: dict[str, Any]) -> None:
+    del built["decision"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lower_target, "holds other rules than the track"),
+        (no_fresh_rows, "holds other rules than the track"),
+        (pass_by_word, "says pass, and its runs give fail"),
+        (faster_mean, "a summary that does not follow from its runs: time_seconds_mean"),
+        (no_decision, "is no report of a verification"),
+    ],
+)
+def test_a_report_that_was_edited_with_its_hashes_is_found(
+    change: Callable[[dict[str, Any]], None], words: str, contest: Path
+) -> None:
+    each = micro(contest)
+    row = logged(contest, each, "001-ada", [run_of(n, 0.70 + n / 100, 1.0 + n) for n in (1, 2, 3)])
+    assert row["verdict"] == "fail" and records.check(contest) == []
+    forged(contest, each, row, change)
+    (found,) = records.check(contest)
+    assert words in found
+
+
+@pytest.mark.parametrize(
+    "change", [{"verdict": "pass"}, {"times_seconds": [0.1, 0.1, 0.2]}, {"author": "Eve"}, {"regime": "cold"}]
+)
+def test_a_row_that_says_other_than_its_report_is_found(change: dict[str, Any], contest: Path) -> None:
+    """The only row, so that the chain of hashes holds."""
+    each = micro(contest)
+    row = logged(contest, each, "001-ada", [run_of(n, 0.70 + n / 100, 1.0 + n) for n in (1, 2, 3)])
+    forged(contest, each, {**row, **change}, lambda _built: None)
+    assert records.check(contest) == [f"{row['report']} and its row in the log differ in {next(iter(change))}"]
+
+
+def test_predictions_that_were_edited_are_found(contest: Path) -> None:
+    each = micro(contest)
+    text = '{"text": "y", "is_right": true}\n'
+    rows = '{"question": "a", "answer": "y"}\n'
+    facts = {
+        "test_sha256": durable.sha256_bytes(rows.encode()),
+        "predictions_sha256": durable.sha256_bytes(text.encode()),
+    }
+    runs = [{**run_of(n, 1.0, 1.0 + n), "num_rows": 1, **facts} for n in (1, 2, 3)]
+    row = logged(contest, each, "001-ada", runs)
+    for number in (1, 2, 3):
+        folder = (contest / row["report"]).parent / f"run-{number}"
+        folder.mkdir()
+        (folder / "test.jsonl").write_text(rows)
+        (folder / "predictions.jsonl").write_text(text)
+    assert records.check(contest) == []
+    (folder / "predictions.jsonl").write_text(text.replace('"y"', '"n"'))
+    (found,) = records.check(contest)
+    assert found.endswith("run-3/predictions.jsonl is not what run 3 was scored on.")
+    (folder / "predictions.jsonl").unlink()
+    assert records.check(contest) == [f"{row['report']}: rows or predictions of run 3 are gone"]
+
+
+def test_a_row_that_lacks_something_is_damage_and_no_traceback(contest: Path) -> None:
+    each = micro(contest)
+    row = logged(contest, each, "001-ada", good_runs(1))
+    del row["verdict"], row["seeds"]
+    (records.folder_of(contest, each) / "log.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(CorruptFile, match="line 1 lacks seeds, verdict"):
+        records.check(contest)
+
+
+def test_an_attempt_whose_row_was_cut_off_is_found(contest: Path) -> None:
+    """The last row: nothing follows from it, so the chain does not miss it."""
+    each = micro(contest)
+    logged(contest, each, "001-ada", good_runs(1))
+    row = logged(contest, each, "002-eve", [run_of(n, 0.1, 1.0) for n in (1, 2, 3)])
+    path = records.folder_of(contest, each) / "log.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    records.write_tables(contest)
+    assert records.check(contest) == [f"{row['report']} has no row in the log: it was cut off, or never written"]
+
+
+def test_two_that_append_at_once_follow_one_another(contest: Path) -> None:
+    """Two processes, each told to begin when both are ready."""
+    each = micro(contest)
+    code = (
+        "import sys; from pathlib import Path; from contest import micro; from test_records import good_runs, logged\n"
+        "contest, name = Path(sys.argv[1]), sys.argv[2]; print('ready', flush=True); sys.stdin.readline()\n"
+        "for number in range(15): logged(contest, micro(contest), f'{name}-{number}', good_runs(number + 1))\n"
+    )
+    command = [sys.executable, "-c", code, str(contest)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": env}
+    writers = [subprocess.Popen([*command, name], **pipes) for name in ("001-ada", "002-bob")]
+    for writer in writers:
+        assert writer.stdout and writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        assert writer.stdin
+        writer.stdin.write("go\n")
+        writer.stdin.close()
+    for writer in writers:
+        with writer:
+            assert writer.wait(timeout=120) == 0
+    assert len(records.read(contest, each)) == 30
+
+
+def test_a_verification_is_logged_once(contest: Path) -> None:
+    each = micro(contest)
+    row = logged(contest, each, "001-ada", good_runs(1))
+    built = json.loads((contest / row["report"]).read_bytes())
+    with pytest.raises(Refused, match="in the log already"):
+        records.append(contest, each, built, contest / row["report"])
+
+
+def test_records_come_to_the_readme_with_their_ratio_to_the_baseline(contest: Path) -> None:
+    """As on c1: a baseline that is a program, whose notes tell its work, and recipes, whose work was measured."""
+    (contest / "README.md").write_text(f"# Race\n\n{START}\n{END}\n\nRules.\n")
+    each = micro(contest)
+    records.write_tables(contest)
+    assert (contest / "README.md").read_text() == f"# Race\n\n{START}\n{END}\n\nRules.\n"
+    logged(contest, each, "micro-000-baseline", good_runs(1800))
+    notes = contest / "submissions" / "micro-000-baseline" / "NOTES.md"
+    notes.parent.mkdir()
+    notes.write_text("- Tokens: 180,000\n- Steps: 1,600 s\n")
+    for name, wall_s in (("001-ada", 60.0), ("002-bob", 60.05), ("003-eve", 90.0)):
+        work = {"num_tokens": 60_000, "phases_s": {"load": 3.0, "steps": 50.0}}
+        logged(contest, each, name, [{**run, **work} for run in good_runs(wall_s)])
+    text = (contest / "README.md").read_text()
+    rows = [line for line in text.splitlines() if re.match(r"\| \d", line)]
+    assert [row.split(" | ")[0] for row in rows] == ["| 1, tied", "| 1, tied", "| 3", "| 4"]
+    assert "| 29.9x (29.8 to 30.0) |" in rows[0] and "| 2.45 x 2.93 x 4.16 \\* |" in rows[0]
+    assert "| the baseline | 180,000 tokens, 112 tokens/s, 200.2 s \\* |" in rows[3]
+    assert records.check(contest) == []
+    notes.write_text("- Tokens: 360,000\n- Steps: 1,600 s\n")
+    assert [found.partition(" ")[0] for found in records.check(contest)] == ["README.md"]
+
+
 def test_a_frozen_track_with_records_does_not_change_even_when_frozen_again(contest: Path) -> None:
     logged(contest, micro(contest), "001-ada", good_runs(1))
     folder = contest / "tracks" / "micro"
@@ -185,9 +341,10 @@ def test_replay_decides_from_the_report_alone(contest: Path, tmp_path: Path) -> 
     alone.write_text(json.dumps(tree))
     with pytest.raises(CorruptFile, match="says pass, and its runs give fail"):
         replay.replay(alone)
-    alone.write_text("{}")
-    with pytest.raises(CorruptFile, match="is no report"):
-        replay.replay(alone)
+    for text in ("{}", "[]", "no JSON", '{"runs": [], "rules": {}}'):
+        alone.write_text(text)
+        with pytest.raises(CorruptFile, match="is no report"):
+            replay.replay(alone)
 
 
 # --- the imported table ---
@@ -220,6 +377,9 @@ def test_nothing_under_provisional_rules_is_a_record(contest: Path) -> None:
     assert row["verdict"] == "pass" and records.standings([row]) == []
     assert json.loads((contest / "records" / "records.json").read_text())["records"] == []
     assert "001-ada (pass)" in (contest / "records" / "LEADERBOARD.md").read_text()
+    (section,) = sections_of(contest)
+    assert section.charts[0].says == "No record yet." and section.charts[0].lines == []
+    assert [table.rows for table in section.tables] == [[], [["001-ada", "Ada <b>", "pass", "2026-11-30", "Short."]]]
     spec = contest / "tracks" / "micro" / "spec.toml"
     spec.write_text(spec.read_text().replace("target = 0.80", "target = 0.85"))
     second = new_track.freeze(spec.parent, lambda _text: None)

@@ -188,6 +188,7 @@ def test_a_recipe_is_taken_apart(contest: Path, capsys: pytest.CaptureFixture[st
         assert (run["exit_code"], run["complaints"]) == (0, []) and run["score"] >= 0.8
         assert run["num_left_behind"] == 0
         assert run["num_tokens"] >= 80 * 10 * 3  # rows hold one example or more, and none is shorter
+        assert 0 < run["phases_s"]["steps"] < sum(run["phases_s"].values()) < run["wall_s"]
         assert {entry["name"] for entry in run["output"]} == {"adapter_config.json", "adapter_model.safetensors"}
     (factor,) = told["factors"]
     assert factor["name"] == "techniques.chunked_loss"
@@ -226,3 +227,18 @@ def test_a_transfer_keeps_the_recipe_and_takes_the_other_track_s_rule(
     assert (code, told["answer"]) == (8, "partly")
     with pytest.raises(UsageError, match="already"):
         cli.main([*command[:4], "micro", *command[5:]], standalone_mode=False)
+
+
+def test_a_transfer_that_fails_says_why_in_one_line(
+    contest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reason is the end of a program's talk, line breaks included."""
+    folder = template.new(contest, "003-eve", "eve", micro(contest), "recipe")
+    changed_track(contest, {'id = "micro"': 'id = "away"'}, "away")
+    broken = run_of(1, None, 10.0, "it ended with code 1: Traceback\n  line 3\nValueError: x")
+    (tmp_path / "out" / "run-1").mkdir(parents=True)
+    (tmp_path / "out" / "run-1" / "result.json").write_text(json.dumps(broken))
+    command = ["speedrun", "transfer", str(folder), "--to", "away", "--runs", "1", "--contest", str(contest)]
+    assert cli.main([*command, "--out", str(tmp_path / "out")], standalone_mode=False) == 8
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "hotlap: exit 8 fail: run 1: it ended with code 1: Traceback line 3 ValueError: x"

@@ -365,6 +365,44 @@ def test_only_named_plain_files_come_out(tmp_path: Path) -> None:
     }
 
 
+def test_more_files_than_anybody_wants_to_read_are_told_in_part(tmp_path: Path) -> None:
+    ran = run(tmp_path, "for number in range(3000): open(f'/out/{number}', 'w').close()")
+    assert ran.exit_code == 0, ran.log
+    assert len(ran.output) == 200
+
+
+def test_a_folder_too_deep_to_be_listed_is_no_way_out(tmp_path: Path) -> None:
+    """Its path is too long for the kernel, which ended the sandbox without a result: a failure of nobody's."""
+    code = "import os; os.chdir('/out')\nfor _ in range(30): os.mkdir('d' * 250); os.chdir('d' * 250)"
+    ran = run(tmp_path, code)
+    assert ran.exit_code == 0 and 10 < len(ran.output) < 20
+    assert [entry["kind"] for entry in ran.output][-2:] == ["folder", "special"]
+    assert max(len(entry["name"]) for entry in ran.output) == 300
+
+
+def test_a_flood_of_talk_is_kept_to_its_end(tmp_path: Path) -> None:
+    """Empty lines, then one line without an end."""
+    code = """
+        import os
+        for _ in range(40):
+            os.write(1, b"\\n" * 100_000)
+        for _ in range(64):
+            os.write(1, b"x" * 65_536)
+        os.write(2, b"the end")
+    """
+    ran = run(tmp_path, code)
+    assert ran.exit_code == 0 and ran.log.endswith("the end")
+    assert len(ran.log) <= 1 << 20
+
+
+def test_a_contest_in_the_environment_s_own_folder_is_refused(tmp_path: Path) -> None:
+    """As `python -m venv .` makes it: everything in that folder would be seen, test rows too."""
+    (tmp_path / "tracks").mkdir()
+    sandbox.require_hidden(tmp_path / "tracks", LIBRARIES)
+    with pytest.raises(Refused, match="which strangers' programs see"):
+        sandbox.require_hidden(tmp_path / "tracks", (*LIBRARIES, tmp_path))
+
+
 def test_nothing_stays_for_the_next_run(tmp_path: Path) -> None:
     write = "[open(f'{folder}/left', 'w').write('x') for folder in ('/tmp', '/out', '/dev/shm', '/tmp')]"
     look = "import json, os; print(json.dumps([os.listdir(folder) for folder in ('/tmp', '/out', '/dev/shm')]))"

@@ -54,7 +54,11 @@ def test_the_template_is_accepted_for_every_track(tmp_path: Path) -> None:
         ("import random\nrandom.seed(7)\n", "a seed of its own"),
         ("import numpy as np\nnp.random.default_rng(seed=3)\n", "a seed of its own"),
         ("train(data_seed=3)\n", "a seed of its own"),
+        ("import torch\ntorch.manual_seed(-7)\n", "a seed of its own"),
         (f"chosen = {list(range(100))}\n", "100 numbers in a row"),
+        (f"weights = {[-0.5] * 100}\n", "100 numbers in a row"),
+        (f"chosen = {dict.fromkeys(range(100))}\n", "100 numbers in a row"),
+        (f"weights = 'a note, then {'QUJD' * 600}'\n", "a word of more than 2,000 characters"),
         (f"weights = '{'QUJD' * 600}'\n", "literal of 2,400 characters"),
         (f"weights = b'{'QUJD' * 600}'\n", "literal of 2,400 characters"),
         ("p\u0430ss_rate = 1\n", "is not ASCII"),
@@ -83,6 +87,8 @@ def test_a_seed_from_the_command_line_is_what_it_is_for(contest: Path) -> None:
         ("from urllib.request import urlopen\n", "imports urllib"),
         ("import pickle\n", "imports pickle"),
         ("import ctypes\n", "imports ctypes"),
+        ("import os\nos.sched_setaffinity(0, range(64))\n", "sched_setaffinity: it can take more processors"),
+        ("import signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n", "SIG_IGN: it can"),
         ("path = '/cache/data/vowels_test'\n", "test split"),
     ],
 )
@@ -90,6 +96,16 @@ def test_code_that_is_pointed_out(code: str, reason: str, contest: Path) -> None
     folder = written_submission(contest, code)
     assert refused(contest, folder) == []
     assert any(reason in text for text in warned(contest, folder))
+
+
+def test_numbers_in_a_data_file_and_declared_packages_are_pointed_out(contest: Path) -> None:
+    folder = written_submission(contest, GOOD, extra_pip_packages=["fast==1.0"])
+    (folder / "table.json").write_text(str([number / 7 for number in range(500)]))
+    assert refused(contest, folder) == []
+    assert [text.partition(":")[2] for text in warned(contest, folder)] == [
+        " table.json: holds 500 numbers: read whether they are data or weights",
+        " config.yaml: has fast==1.0 installed: read what it is; weights or data can be a package too",
+    ]
 
 
 def link(folder: Path) -> None:
@@ -134,6 +150,10 @@ def hidden(folder: Path) -> None:
     (folder / ".hidden.py").write_text("")
 
 
+def weights_as_text(folder: Path) -> None:
+    (folder / "table.json").write_text(f'["{"QUJD" * 600}"]')
+
+
 def no_notes(folder: Path) -> None:
     (folder / "NOTES.md").unlink()
 
@@ -168,6 +188,7 @@ def yaml_list(folder: Path) -> None:
         (pipe, "neither links nor special files"),
         (weights, "only text is taken"),
         (array, "only text is taken"),
+        (weights_as_text, "table.json:1: a word of more than 2,000 characters"),
         (large, "300,000 bytes; 262,144 are allowed"),
         (many_bytes, "1,048,576 bytes are allowed in all"),
         (many_files, "50 files"),
@@ -195,6 +216,9 @@ def test_a_folder_that_is_refused(change: Callable[[Path], None], reason: str, c
     [
         ({"author": " "}, "needs a text as 'author'"),
         ({"technique": 3}, "needs a text as 'technique'"),
+        ({"author": "Bob\u202e"}, "'author' hides something"),
+        ({"description": "fast " * 300}, "'description' has more than 1000 characters"),
+        ({"self_reported": {"mean_train_seconds": 10**400}}, "are numbers"),
         ({"base_model": "other/model"}, "base_model must be hotlap/tiny-random"),
         ({"track": "t1"}, "is for track 't1', not micro"),
         ({"seed": 42}, "the verifier draws it"),

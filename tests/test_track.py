@@ -216,6 +216,7 @@ def test_c2_answers_stand_in_their_sentences_and_the_splits_share_neither_senten
             assert all(row["question"].count(field) == 1 for field in (number, f"{amount} {goods}", city)), row
     c2 = track.find(ROOT, "c2")
     assert c2.spec.environment and c2.is_provisional
+    assert len(inputs.train_rows(c2)) == 600
     assert inputs.test_rows(c2, "aa") == inputs.test_rows(c2, "aa") != inputs.test_rows(c2, "ab")
 
 
@@ -270,8 +271,9 @@ def own_rows(path: Path, count: int = 200) -> Path:
 def test_a_track_of_ones_own_data(tmp_path: Path, tiny_model: Path) -> None:
     contest = tmp_path / "contest"
     (contest / "tracks").mkdir(parents=True)
-    data = own_rows(tmp_path / "mine.jsonl")
+    data = own_rows(tmp_path / 'mine "\U0001f642".jsonl')
     made = new_track.make(contest, "mine", data, "loss", 2.5, str(tiny_model), 1, lambda _text: None)
+    assert made.spec.title == 'mine "\U0001f642", loss'
     assert track.find(contest, "mine").sha256 == made.sha256
     train, test = inputs.train_rows(made), inputs.test_rows(made, "unused")
     assert sorted(row["answer"] for row in [*train, *test]) == sorted(str(number) for number in range(200))
@@ -282,15 +284,26 @@ def test_a_track_of_ones_own_data(tmp_path: Path, tiny_model: Path) -> None:
         new_track.make(contest, "mine", data, "loss", 2.5, str(tiny_model), 1, lambda _text: None)
 
 
+def odd_ones(rows: list[track.Row]) -> list[track.Row]:
+    return [row for row in rows if "\u2028" in row["question"]]
+
+
 @pytest.mark.torch
 def test_equal_questions_never_stand_on_both_sides(tmp_path: Path, tiny_model: Path) -> None:
     contest = tmp_path / "contest"
     (contest / "tracks").mkdir(parents=True)
     data = own_rows(tmp_path / "mine.jsonl")
-    data.write_text(data.read_text() * 3)
+    odd = [{"prompt": f"a\u2028b\u2029c\x85{number}", "completion": "d\u2028e" * 30} for number in range(50)]
+    data.write_text(
+        "\ufeff" + (data.read_text() + "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in odd)) * 3
+    )
     made = new_track.make(contest, "mine", data, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
     train, test = inputs.train_rows(made), inputs.test_rows(made, "unused")
     assert not {row["question"] for row in train} & {row["question"] for row in test}
+    assert isinstance(made.spec.metric, track.ExactMetric) and made.spec.metric.max_new_tokens == 30 * 5 + 1
+    assert {row["question"] for row in odd_ones([*train, *test])} == {row["prompt"] for row in odd}
+    for rows in (train, test):  # as the frozen evaluator reads them
+        assert odd_ones(rows) and len(inputs.as_lines(rows).decode().splitlines()) == len(rows)
 
 
 @pytest.mark.torch
@@ -301,7 +314,18 @@ def test_rows_that_are_no_rows(tmp_path: Path, tiny_model: Path) -> None:
     bad.write_text('{"question": "a", "answer": "b"}\n{"question": 1}\n')
     with pytest.raises(BadData, match="line 2"):
         new_track.make(contest, "mine", bad, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
+    bad.write_text(json.dumps({"question": "a", "answer": "b"}) + "\n", encoding="utf-16")
+    with pytest.raises(BadData, match="is not text in UTF-8"):
+        new_track.make(contest, "mine", bad, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
+    bad.write_text((json.dumps({"question": "say 7", "answer": "b"}) + "\n") * 50)
+    with pytest.raises(BadData, match="no row to train on"):
+        new_track.make(contest, "mine", bad, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
     few = own_rows(tmp_path / "few.jsonl", 30)
+    bad.write_text(
+        json.dumps({"question": "a", "answer": "b\n"}) + "\n" + json.dumps({"question": "a", "answer": "b\nc"})
+    )
+    with pytest.raises(BadData, match="line 2 has an answer of several lines"):
+        new_track.make(contest, "mine", bad, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
     with pytest.raises(BadData, match="20 are the least"):
         new_track.make(contest, "mine", few, "exact", 0.5, str(tiny_model), 1, lambda _text: None)
     assert not (contest / "tracks" / "mine").exists()

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from contest import PUBLIC, changed_track, micro, micro_contest, run_of, writing
 from hotlap import durable
 from hotlap.cli import cli
 from hotlap.errors import CorruptFile, Refused, RunChanged, RunLocked, UsageError
-from hotlap.speedrun import records, replay, submission, track, verify
+from hotlap.speedrun import attempt, records, replay, rerun, sandbox, submission, track, verify
 from hotlap.speedrun.attempt import Sources
 
 pytestmark = [pytest.mark.long, pytest.mark.torch]
@@ -179,6 +180,12 @@ if seed == 16:
     write(float("inf"))
 if seed == 17:
     write(0.0)
+if seed == 18:
+    write(0.5)
+    text = open(out + "/adapter_config.json").read()
+    open(out + "/adapter_config.json", "w").write(text.replace("down_proj", "no_proj"))
+if seed == 19:
+    write(3e38)
 """
 
 REASONS = [
@@ -189,6 +196,8 @@ REASONS = [
     "run 5: 'adapter_model.safetensors' (special) has no place",
     "run 6: adapter_model.safetensors: 'base_model.model.model.layers.0.mlp.down_proj.lora_B.weight' holds a value",
     "run 7: the adapter changes nothing",
+    "run 8: PEFT cannot load the adapter: ",
+    "run 9: the adapter makes the model answer with what is no number (adapter_effect)",
 ]
 
 
@@ -196,12 +205,14 @@ REASONS = [
 def test_what_fails_a_submission(contest: Path) -> None:
     """One misdeed a run: the seed, which the test draws, says which."""
     folder = written_submission(contest, writing(MISDEEDS))
-    report = verify.verify(contest, folder, micro(contest), 7, sources(), no_talk)
+    report = verify.verify(contest, folder, micro(contest), 9, sources(), no_talk)
     assert report["decision"]["verdict"] == "fail"
     first_of_run = {reason.partition(":")[0]: reason for reason in reversed(report["decision"]["reasons"])}
     for number, expected in enumerate(REASONS, start=1):
         assert first_of_run[f"run {number}"].startswith(expected)
-    assert [run["score"] is None for run in report["runs"]] == [True] * 6 + [False]
+    assert [run["score"] is None for run in report["runs"]] == [*[True] * 6, False, True, False]
+    json.dumps(report, allow_nan=False)
+    assert records.check(contest) == []
     (row,) = records.read(contest, micro(contest))
     assert row["verdict"] == "fail"
     assert "002-bob (fail)" in (contest / "records" / "LEADERBOARD.md").read_text()
@@ -245,14 +256,16 @@ def test_a_run_sees_the_public_layout_and_no_test_rows(contest: Path) -> None:
         "found = sorted(os.path.join(top, name) for top, _, names in os.walk('/cache') for name in names)\n"
         "print(json.dumps([os.getcwd(), found, sorted(os.listdir('/repo')), sorted(os.listdir('/repo/harness')),"
         " os.environ['LORA_SPEEDRUN_SPEC'], open(given.data_dir + '/train.jsonl').read().count('\\n'),"
-        " os.path.exists(os.environ['LORA_SPEEDRUN_SPEC']), given.data_dir, given.output_dir]))\n"
+        " os.path.exists(os.environ['LORA_SPEEDRUN_SPEC']), given.data_dir, given.output_dir,"
+        " sorted(os.listdir(os.path.dirname(os.path.abspath(__file__))))]))\n"
         "sys.exit(9)\n",
     )
     folder = written_submission(contest, code)
     verify.verify(contest, folder, micro(contest), 1, sources(), no_talk)
     (attempt,) = (contest / "records" / "micro" / "attempts").iterdir()
     told = json.loads((attempt / "run-1" / "train.log").read_text().splitlines()[-1])
-    cwd, found, repo, harness, spec, num_rows, has_spec, data_dir, output_dir = told
+    cwd, found, repo, harness, spec, num_rows, has_spec, data_dir, output_dir, beside = told
+    assert beside == ["config.yaml", "train.py"]  # the notes may change, so that no run may depend on them
     assert (cwd, repo, harness) == ("/repo", ["harness", "spec-micro.yaml", "submissions"], ["pins-micro.json"])
     assert (spec, has_spec, num_rows) == ("/repo/spec-micro.yaml", True, 400)
     assert (data_dir, output_dir) == ("/cache/data/vowels_train", "/out")
@@ -355,6 +368,54 @@ def test_code_that_changes_while_it_is_verified_is_refused(contest: Path) -> Non
         verify.verify(contest, folder, micro(contest), 2, Sources(editing, lambda: "e"), no_talk)
     (attempt,) = (contest / "records" / "micro" / "attempts").iterdir()
     assert (attempt / "run-1" / "result.json").is_file() and not list(attempt.glob("report-*"))
+
+
+def test_a_contest_that_strangers_would_see_is_refused_before_a_run(
+    contest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written_submission(contest, "raise SystemExit(4)\n")
+    monkeypatch.setattr(sys, "prefix", str(contest))
+    with pytest.raises(Refused, match="could read test rows there"):
+        verify.verify(contest, folder, micro(contest), 1, sources(), no_talk)
+    assert not list(contest.rglob("run-1"))
+
+
+def test_more_processor_time_than_the_track_s_threads_give_is_a_broken_rule(contest: Path) -> None:
+    """What the kernel says of a program that moved to processors it was not given."""
+    ran = sandbox.Ran(0, 10.0, 10.1, 10.9, 1, 0, (), (), (), "")
+    spec = micro(contest).spec
+    assert attempt._how_it_ended(ran, spec) == []  # pyright: ignore[reportPrivateUsage]
+    (told,) = attempt._how_it_ended(replace(ran, cpu_s=19.5), spec)  # pyright: ignore[reportPrivateUsage]
+    assert told == "it used 19.5 s of processor time in 10.0 s, which is more than 1 threads give"
+
+
+def test_the_evaluator_has_the_line_by_which_blame_is_told() -> None:
+    assert track.EVALUATOR.read_text().count(attempt.LOADING) == 1
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_rerun_that_was_cut_goes_on_with_the_report_s_seeds(contest: Path, tmp_path: Path) -> None:
+    """Its first run was finished before the cut."""
+    folder = written_submission(contest, "raise SystemExit(4)\n")
+    verify.verify(contest, folder, micro(contest), 3, Sources(cutting(contest, 9), lambda: "e"), no_talk)
+    (row,) = records.read(contest, micro(contest))
+    out, entry = tmp_path / "again", submission.load(folder, micro(contest))
+    verify.measure(entry, micro(contest), 1, out, Sources(lambda: 71, lambda: "e"), no_talk)
+    found = rerun.rerun(contest, contest / row["report"], out, no_talk)
+    assert [run["seed"] for run in found["runs"]] == [71, 72, 73]
+
+
+def test_a_rerun_scores_each_run_on_its_own_rows_whatever_became_of_the_others(tmp_path: Path) -> None:
+    runs = [{"seed": 1, "entropy": "e1"}, {"seed": 2}, {"seed": 3, "entropy": "e3"}]
+    given = rerun._as_then(runs, tmp_path)  # pyright: ignore[reportPrivateUsage]
+    asked: list[tuple[int, str]] = []
+    for number in (1, 2, 3):
+        seed = given.seed()
+        durable.append_rows(tmp_path / "seeds.jsonl", [{"run": number, "seed": seed}])
+        if number > 1:  # the first is not scored this time
+            asked.append((seed, given.entropy()))
+    assert [seed for seed, _ in asked] == [2, 3]
+    assert len(asked[0][1]) == 32 and asked[1][1] == "e3"
 
 
 def test_hardware_that_is_not_here_is_one_line_before_any_run() -> None:

@@ -24,6 +24,9 @@ Event = dict[str, Any]
 _POLL_S = 0.2
 _TAIL_LINES = 20
 _LINES_AT_ONCE = 1_000
+_MAX_EVENT_CHARS, _MAX_TALK_CHARS = 1 << 26, 1 << 16
+"""A longer line comes in pieces: one that a stranger's program never ends must not fill our memory."""
+
 _PATIENCE_S = 1.0
 _WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
@@ -206,8 +209,9 @@ def _event_in(line: str) -> Event | None:
 
 def _reader(kind: str, stream: IO[str], lines: "queue.Queue[tuple[str, str]]") -> threading.Thread:
     def read() -> None:
+        longest = _MAX_EVENT_CHARS if kind == "event" else _MAX_TALK_CHARS
         with stream:
-            for line in stream:
+            while line := stream.readline(longest):
                 lines.put((kind, line.rstrip("\n")))
 
     thread = threading.Thread(target=read, daemon=True)

@@ -35,12 +35,12 @@ def _section(contest: Path, track: Track) -> Section | None:
 
 
 def _progression(track: Track, rows: Sequence[Row]) -> Chart:
-    """Every time that passed, in the order of the log, and the best so far of each timing regime."""
+    """Every record's time, in the order of the log, and the best so far of each timing regime."""
     lines: list[Line] = []
     best_of_all: list[str] = []
-    order = [_name(row) for row in rows if row["verdict"] == "pass"]
+    order = [_name(row) for row in rows if records.is_record(row)]
     for regime in ("warm", "cold"):
-        passed = [row for row in rows if row["verdict"] == "pass" and row["regime"] == regime]
+        passed = [row for row in rows if records.is_record(row) and row["regime"] == regime]
         if not passed:
             continue
         names = [_name(row) for row in passed]
@@ -48,7 +48,7 @@ def _progression(track: Track, rows: Sequence[Row]) -> Chart:
         best = [min(times[: at + 1]) for at in range(len(times))]
         lines += [Line(f"{regime} start", names, times, "points"), Line(f"best, {regime} start", names, best)]
         best_of_all.append(f"{min(times):.1f} s from a {regime} start")
-    says = f"The best of {track.name}: {', '.join(best_of_all)}." if lines else "Nothing has passed yet."
+    says = f"The best of {track.name}: {', '.join(best_of_all)}." if lines else "No record yet."
     return Chart(f"progression-{track.name}", "Progression", "submission", "mean seconds", lines, says, (), order)
 
 
@@ -73,6 +73,6 @@ def _standings(rows: Sequence[Row]) -> Table:
 
 
 def _others(rows: Sequence[Row]) -> Table:
-    failed = [row for row in rows if row["verdict"] != "pass"]
-    cells = [[row["submission"], row["author"], row["verdict"], row["date"][:10], row["description"]] for row in failed]
+    others = [row for row in rows if not records.is_record(row)]
+    cells = [[row["submission"], row["author"], row["verdict"], row["date"][:10], row["description"]] for row in others]
     return Table("Other attempts", ["submission", "by", "verdict", "when", "what"], cells, "" if cells else "None.")

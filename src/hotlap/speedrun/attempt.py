@@ -6,6 +6,7 @@ are read from end to end, so that every run starts warm.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,10 +19,15 @@ from hotlap.errors import ChildCrashed, RunChanged
 from hotlap.speedrun import audit, environments, inputs, recipe, sandbox, submission
 from hotlap.speedrun.environments import Environment
 from hotlap.speedrun.submission import Submission
-from hotlap.speedrun.track import EVALUATOR, Track
+from hotlap.speedrun.track import EVALUATOR, Spec, Track
 
 EVALUATION_S = 1800.0
+LOADING = 'PeftModel.from_pretrained(base, order["adapter"])'
+"""The evaluator's own line, as a traceback shows it, in which the base model is loaded already and the adapter is not:
+an audited adapter that PEFT refuses is its author's failure, and not the machine's."""
+
 _MAX_PREDICTIONS_BYTES = 1 << 26
+_CPU_SLACK = 1.05
 Say = Callable[[str], None]
 
 
@@ -94,13 +100,12 @@ def run_once(verification: Verification, number: int, seed: int) -> dict[str, An
     ran = sandbox.run(program, bounds, folder / "train", track.spec.verification.protections, verification.stops)
     durable.replace(folder / "train.log", ran.log.encode(errors="replace"))
     inputs.require_base_model(track, verification.model)
-    facts = {"started_at": started_at, "num_tokens": _num_tokens(verification, ran)}
-    return _judged(verification, number, seed, ran) | facts
+    return _judged(verification, number, seed, ran) | {"started_at": started_at, **_inside(verification, ran)}
 
 
 def _judged(verification: Verification, number: int, seed: int, ran: sandbox.Ran) -> dict[str, Any]:
     limits, folder = verification.track.spec.limits, verification.run_folder(number)
-    complaints = _how_it_ended(ran, limits.time_limit_s)
+    complaints = _how_it_ended(ran, verification.track.spec)
     facts: dict[str, Any] = {}
     if not complaints:
         found = audit.audit(folder / "train" / "out", ran.output, verification.model, limits)
@@ -109,7 +114,7 @@ def _judged(verification: Verification, number: int, seed: int, ran: sandbox.Ran
     if not complaints:
         verification.say(f"run {number}: {ran.wall_s:.1f} s; scoring")
         scored = _score(verification, folder)
-        complaints = _how_it_applies(scored)
+        complaints = [scored.pop("misfit")] if "misfit" in scored else _how_it_applies(scored)
         facts |= scored
     kept = {key: value for key, value in asdict(ran).items() if key not in ("log", "collected", "exit_code")}
     return {
@@ -126,10 +131,13 @@ def _judged(verification: Verification, number: int, seed: int, ran: sandbox.Ran
     }
 
 
-def _num_tokens(verification: Verification, ran: sandbox.Ran) -> int | None:
-    """Of a recipe, whose program is ours. What a stranger's program says of itself is no measurement."""
-    found = re.findall(r"^trained (\d+) tokens$", ran.log, flags=re.MULTILINE)
-    return int(found[-1]) if found and verification.submission.recipe is not None else None
+def _inside(verification: Verification, ran: sandbox.Ran) -> dict[str, Any]:
+    """Tokens and seconds by phase of a recipe, whose program is ours. What a stranger's program says of itself is no
+    measurement."""
+    found = re.findall(r"^measured (\{.*\})$", ran.log, flags=re.MULTILINE)
+    if not found or verification.submission.recipe is None:
+        return {"num_tokens": None, "phases_s": None}
+    return json.loads(found[-1])
 
 
 def _train_program(verification: Verification, places: list[tuple[Path, str]], seed: int) -> sandbox.Program:
@@ -164,11 +172,15 @@ def _recipe_program(verification: Verification, places: list[tuple[Path, str]]) 
     )
 
 
-def _how_it_ended(ran: sandbox.Ran, time_limit_s: int) -> list[str]:
+def _how_it_ended(ran: sandbox.Ran, spec: Spec) -> list[str]:
     if ran.exit_code is None:
-        return [f"it was ended at its limit of {time_limit_s} s"]
+        return [f"it was ended at its limit of {spec.limits.time_limit_s} s"]
     if ran.exit_code != 0:
         return [f"it ended with code {ran.exit_code}: {ran.log.strip()[-300:]}"]
+    # The kernel lets a program widen the set of processors that it was given, and says afterwards what it used.
+    if ran.cpu_s > _CPU_SLACK * spec.hardware.threads * ran.wall_s + 1.0:
+        used = f"{ran.cpu_s:.1f} s of processor time in {ran.wall_s:.1f} s"
+        return [f"it used {used}, which is more than {spec.hardware.threads} threads give"]
     return []
 
 
@@ -206,6 +218,8 @@ def _score(verification: Verification, folder: Path) -> dict[str, Any]:
     )
     bounds = verification.bounds(EVALUATION_S)
     ran = sandbox.run(program, bounds, work, spec.verification.protections, verification.stops)
+    if ran.exit_code == 1 and LOADING in ran.log:
+        return {"misfit": f"PEFT cannot load the adapter: {ran.log.strip().splitlines()[-1][:300]}"}
     if ran.exit_code != 0 or set(ran.collected) != {"predictions.jsonl", "score.json"}:
         how = (
             f"ended with code {ran.exit_code}" if ran.exit_code is not None else f"was ended after {EVALUATION_S:.0f} s"
@@ -223,7 +237,12 @@ def _score(verification: Verification, folder: Path) -> dict[str, Any]:
 
 
 def _how_it_applies(scored: dict[str, Any]) -> list[str]:
+    """What is wrong with an adapter by its score; figures that are no numbers are taken out of it."""
     found: list[str] = []
+    for key in ("score", "adapter_effect"):
+        if not math.isfinite(scored[key]):
+            scored[key] = None
+            found.append(f"the adapter makes the model answer with what is no number ({key})")
     if scored["adapter_effect"] == 0.0:
         found.append("the adapter changes nothing: the base model answers the same without it")
     # PEFT adds `.weight` to a magnitude's name when it loads it, which the frozen evaluator does not know; the audit

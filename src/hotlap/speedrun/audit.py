@@ -21,6 +21,7 @@ from hotlap.speedrun.track import Limits
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 16
 _MAX_HEADER_BYTES = 1 << 22
+_MAX_ALPHA = 1e6
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _NAME_START = "base_model.model."
 _UNREAD = "README.md"
@@ -109,8 +110,9 @@ def _check_config(path: Path, limits: Limits) -> tuple[int, bool]:
         if key not in _FREE | _KNOWN and not is_off and not _is_harmless(key, value):
             raise _Complaint(f"{CONFIG}: {key!a} = {str(value)[:60]!a} is not read here; leave it out")
     alpha, modules = config.get("lora_alpha"), config.get("target_modules")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise _Complaint(f"{CONFIG}: lora_alpha is no number")
+    # Compared and not converted: an integer of JSON may be larger than any float.
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= _MAX_ALPHA:
+        raise _Complaint(f"{CONFIG}: lora_alpha is no number up to {_MAX_ALPHA:,.0f}")
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
         raise _Complaint(f"{CONFIG}: target_modules is no list of names")
     if any(not isinstance(config.get(key, False), bool) for key in ("use_rslora", "use_dora", "fan_in_fan_out")):

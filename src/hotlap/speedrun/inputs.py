@@ -22,6 +22,8 @@ from hotlap.speedrun.track import FileData, GeneratedData, Row, Spec, Track, con
 
 _PROGRAM_S = 300.0
 REPO, CACHE = "/repo", "/cache"
+_BREAKS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
+"""JSON leaves them as they are, and `splitlines`, by which the frozen evaluator reads rows, breaks lines there."""
 
 
 def base_model(track: Track, say: Callable[[str], None]) -> Path:
@@ -112,11 +114,11 @@ def _run(program: Path, arguments: list[str], on_event: Callable[[Event], None])
 
 def as_lines(rows: list[Row]) -> bytes:
     """Rows as JSON lines, the same bytes for the same rows."""
-    return "".join(durable.canonical_json(dict(row)) + "\n" for row in rows).encode()
+    return "".join(durable.canonical_json(dict(row)).translate(_BREAKS) + "\n" for row in rows).encode()
 
 
 def _read_jsonl(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def lay_out(track: Track, model: Path, rows: list[Row], submission: Path, folder: Path) -> list[tuple[Path, str]]:
@@ -131,7 +133,8 @@ def lay_out(track: Track, model: Path, rows: list[Row], submission: Path, folder
         f"cache/hf/{cache}/refs/main": revision.encode(),
     }
     for path in sorted(submission.rglob("*")):
-        if path.is_file():
+        # The notes are no part of the code state: what a program could read there might change unseen.
+        if path.is_file() and path != submission / "NOTES.md":
             files[f"repo/submissions/{name}/{path.relative_to(submission).as_posix()}"] = path.read_bytes()
     for place, data in files.items():
         durable.make_dirs((folder / place).parent)

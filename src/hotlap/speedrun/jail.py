@@ -18,6 +18,7 @@ import stat
 import sys
 import time
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,7 +35,7 @@ _INSIDE = 1000
 """The program's user and group number inside."""
 _OUTSIDE = 1_900_000_000
 """Its number outside when root started it: nobody else's."""
-_MAX_LISTED = 200
+_MAX_LISTED, _MAX_NAME, _MAX_PATH = 200, 300, 4000
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -223,11 +224,15 @@ def listing(folder: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     waiting = [folder]
     while waiting and len(found) < _MAX_LISTED:
-        for entry in sorted(os.scandir(waiting.pop()), key=lambda entry: entry.name):
-            facts = entry.stat(follow_symlinks=False)
-            kind = "file" if stat.S_ISREG(facts.st_mode) else "folder" if stat.S_ISDIR(facts.st_mode) else "special"
+        with os.scandir(waiting.pop()) as entries:
+            some = sorted(islice(entries, _MAX_LISTED), key=lambda entry: entry.name)
+        for entry in some:
+            # What lies so deep that its path is too long for the kernel is told and not looked into.
+            facts = None if len(os.fsencode(entry.path)) > _MAX_PATH else entry.stat(follow_symlinks=False)
+            mode = facts.st_mode if facts else 0
+            kind = "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "special"
             name = os.path.relpath(entry.path, folder).encode(errors="backslashreplace").decode()
-            found.append({"name": name, "kind": kind, "bytes": facts.st_size})
+            found.append({"name": name[:_MAX_NAME], "kind": kind, "bytes": facts.st_size if facts else 0})
             if kind == "folder":
                 waiting.append(Path(entry.path))
     return found[:_MAX_LISTED]

@@ -6,14 +6,18 @@ What strangers wrote is escaped for where it stands. The page is one file: no sc
 import datetime
 import html
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hotlap.speedrun.ratio import Work, factors, ratio_interval
 from hotlap.speedrun.report import cost_of, escaped
 
 START, END = "<!-- LEADERBOARD:START -->", "<!-- LEADERBOARD:END -->"
+_BASELINE = re.compile(r"(?:[a-z][a-z0-9]*-)?000-.*")
+"""The submission with number 0 is what the others are held against."""
 _WIDTH, _HEIGHT, _EDGE = 640, 220, 46
 
 
@@ -22,8 +26,8 @@ class Entry:
     """A record at its place."""
 
     rank: int
-    time_s: float
-    spread_s: float
+    submission: str
+    times_s: tuple[float, ...]
     score: float
     cost: str
     """What a run costs in dollars and tokens, as far as that is known."""
@@ -32,6 +36,20 @@ class Entry:
     date: str
     regime: str
     proof: str
+    is_imported: bool
+    """Whether it is another contest's record, told as a fact and not run again."""
+    work: Work | None
+    """What its runs do in their steps, as far as that is known."""
+    number: int
+    """Its row in the track's log."""
+
+    @property
+    def time_s(self) -> float:
+        return statistics.fmean(self.times_s)
+
+    @property
+    def spread_s(self) -> float:
+        return statistics.stdev(self.times_s)
 
 
 @dataclass(frozen=True)
@@ -51,13 +69,26 @@ class Board:
     others: tuple[tuple[str, str], ...]
     """Other attempts: submission and how it ended."""
 
+    @property
+    def ours(self) -> tuple[Entry, ...]:
+        """Records that were verified here."""
+        return tuple(entry for entry in self.entries if not entry.is_imported)
 
-def entry_of(rank: int, row: dict[str, Any]) -> Entry:
-    times = row["times_seconds"]
+    def baseline_of(self, entry: Entry) -> Entry | None:
+        """What an entry is held against: the first submission number 0, from the same kind of start."""
+        found = [each for each in self.entries if _BASELINE.fullmatch(each.submission) and each.regime == entry.regime]
+        return min(found, key=lambda each: each.number) if found else None
+
+    def place_of(self, entry: Entry) -> str:
+        is_tied = sum(each.rank == entry.rank for each in self.entries) > 1
+        return f"{entry.rank}, tied" if is_tied else str(entry.rank)
+
+
+def entry_of(rank: int, row: dict[str, Any], number: int, work: Work | None) -> Entry:
     return Entry(
         rank=rank,
-        time_s=statistics.fmean(times),
-        spread_s=statistics.stdev(times),
+        submission=row["submission"],
+        times_s=tuple(row["times_seconds"]),
         score=statistics.fmean(row["accuracies"]),
         cost=cost_of(row.get("usd_micros_mean"), row.get("num_tokens_mean")),
         author=row["author"],
@@ -65,13 +96,16 @@ def entry_of(rank: int, row: dict[str, Any]) -> Entry:
         date=row["date"][:10],
         regime=row["regime"],
         proof=row.get("report") or row["source"],
+        is_imported=row["kind"] == "imported",
+        work=work,
+        number=number,
     )
 
 
 def progression(board: Board) -> list[Entry]:
-    """Records in the order of their dates, as far as each was faster than all before it."""
+    """Records in the order of the log, as far as each was faster than all before it."""
     found: list[Entry] = []
-    for entry in sorted(board.entries, key=lambda entry: (entry.date, -entry.time_s)):
+    for entry in sorted(board.entries, key=lambda entry: entry.number):
         if not found or entry.time_s < found[-1].time_s:
             found.append(entry)
     return found
@@ -90,12 +124,15 @@ def section(board: Board) -> str:
         "",
         f"Target: {sign} {board.target:g} ({metric}). Base model {escaped(board.base_model)}.",
         *(["", "These rules are provisional: nothing here is a record yet."] if board.is_provisional else []),
-        "",
-        "| rank | time s | spread s | score | cost | by | what | when | start | proof |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
+    if board.entries:
+        head = ("rank", "time s", "spread s", "score", "over baseline", "cost", "by", "what", "when", "start", "proof")
+        lines += ["", f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    elif not board.is_provisional:
+        lines += ["", "No record yet."]
     for entry in board.entries:
-        numbers = [str(entry.rank), f"{entry.time_s:.1f}", f"{entry.spread_s:.1f}", f"{entry.score:.4f}", entry.cost]
+        numbers = [board.place_of(entry), f"{entry.time_s:.1f}", f"{entry.spread_s:.1f}", f"{entry.score:.4f}"]
+        numbers += [over_baseline(board, entry) or "-", entry.cost]
         words = [escaped(entry.author), escaped(entry.description), entry.date, entry.regime, escaped(entry.proof)]
         lines.append("| " + " | ".join([*numbers, *words]) + " |")
     for submission, author in board.not_rebased:
@@ -105,22 +142,83 @@ def section(board: Board) -> str:
     return "\n".join([*lines, ""])
 
 
+def over_baseline(board: Board, entry: Entry) -> str:
+    """The ratio of the baseline's time to an entry's, with its interval; "" where there is no baseline."""
+    baseline = board.baseline_of(entry)
+    if baseline is None:
+        return ""
+    if baseline is entry:
+        return "the baseline"
+    low, high = ratio_interval(baseline.times_s, entry.times_s)
+    return f"{baseline.time_s / entry.time_s:.1f}x ({low:.1f} to {high:.1f})"
+
+
+def product(board: Board, entry: Entry) -> str:
+    """That ratio as a product, or the baseline's own figures; "" where one of the two does not tell its tokens and
+    steps. A star: as its author says."""
+    baseline = board.baseline_of(entry)
+    if baseline is None or baseline.work is None or entry.work is None:
+        return ""
+    star = "" if baseline.work.is_measured and entry.work.is_measured else " \\*"
+    found = factors(baseline.time_s, baseline.work, entry.time_s, entry.work)
+    if found is None:
+        return ""
+    if baseline is entry:
+        work = entry.work
+        rate, fixed_s = work.num_tokens / work.steps_s, entry.time_s - work.steps_s
+        return f"{work.num_tokens:,.0f} tokens, {rate:,.0f} tokens/s, {fixed_s:.1f} s{star}"
+    return f"{found.tokens:.2f} x {found.speed:.2f} x {found.fixed:.2f}{star}"
+
+
+_BELOW = """
+Times are means over fresh seeds. Records share a rank where their times differ by less than chance explains (Welch,
+5 %); intervals are those of 95 %."""
+_PRODUCT = """The product takes the baseline to the record in three steps: as few tokens, then as many
+tokens a second, then as little time around the steps."""
+_STAR = "\\* Tokens and seconds of steps as the author says them."
+
+
 def with_block(readme: str, boards: Sequence[Board]) -> str:
-    """A README with the fastest of each track between its two marks; one without the marks stays as it is."""
+    """A README with every track's records between its two marks, and with nothing there while no record was verified
+    here; one without the marks stays as it is."""
     before, start, rest = readme.partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:
         return readme
-    lines = ["", "| track | target | fastest | score | by | when |", "| --- | --- | --- | --- | --- | --- |"]
-    for board in boards:
-        sign = "≥" if board.is_share else "≤"
-        if board.entries:
-            first = board.entries[0]
-            best = [f"{first.time_s:.1f} s", f"{first.score:.4f}", escaped(first.author), first.date]
-        else:
-            best = ["provisional" if board.is_provisional else "open", "", "", ""]
-        lines.append("| " + " | ".join([board.name, f"{sign} {board.target:g}", *best]) + " |")
+    shown = [board for board in boards if board.ours]
+    if not shown:
+        return before + start + "\n" + end + after
+    products = "".join(product(board, entry) for board in shown for entry in board.ours)
+    said = " ".join([_BELOW, *([_PRODUCT] if products else []), *([_STAR] if "*" in products else [])])
+    lines = ["", "## Leaderboard", *(line for board in shown for line in _readme_table(board)), said]
     return before + start + "\n".join([*lines, ""]) + end + after
+
+
+def _readme_table(board: Board) -> list[str]:
+    sign = "at least" if board.is_share else "at most"
+    head = (
+        "rank",
+        "submission",
+        "time",
+        "score",
+        "over the baseline",
+        "fewer tokens x more tokens/s x smaller fixed cost",
+        "by",
+        "when",
+    )
+    lines = [
+        "",
+        f"**{board.name}**: {escaped(board.title)}, {escaped(board.base_model)}, {sign} {board.target:g}.",
+        "",
+        f"| {' | '.join(head)} |",
+        "| --- " * len(head) + "|",
+    ]
+    for entry in board.ours:
+        cells = [board.place_of(entry), escaped(entry.submission)]
+        cells += [f"{entry.time_s:.1f} ± {entry.spread_s:.1f} s", f"{entry.score:.4f}"]
+        cells += [over_baseline(board, entry) or "-", product(board, entry) or "-"]
+        lines.append("| " + " | ".join([*cells, escaped(entry.author), entry.date]) + " |")
+    return lines
 
 
 # --- HTML ---
@@ -157,12 +255,11 @@ def _html_of(board: Board) -> str:
     if not board.entries:
         return "\n".join([*lines, "<p>No record yet.</p>"])
     lines.append(chart(progression(board)))
-    lines.append(
-        '<table><tr><th class="n">rank</th><th class="n">time</th><th class="n">score</th><th class="n">cost</th>'
-    )
-    lines.append("<th>by</th><th>what</th><th>when</th><th>start</th></tr>")
+    heads = "".join(f'<th class="n">{name}</th>' for name in ("rank", "time", "score", "over baseline", "cost"))
+    lines.append(f"<table><tr>{heads}<th>by</th><th>what</th><th>when</th><th>start</th></tr>")
     for entry in board.entries:
-        numbers = (str(entry.rank), f"{entry.time_s:.1f} ± {entry.spread_s:.1f} s", f"{entry.score:.4f}", entry.cost)
+        numbers = [board.place_of(entry), f"{entry.time_s:.1f} ± {entry.spread_s:.1f} s", f"{entry.score:.4f}"]
+        numbers += [over_baseline(board, entry) or "-", entry.cost]
         words = (entry.author, entry.description, entry.date, entry.regime)
         cells = "".join(f'<td class="n">{number}</td>' for number in numbers)
         lines.append(f"<tr>{cells}{''.join(f'<td>{html.escape(word)}</td>' for word in words)}</tr>")

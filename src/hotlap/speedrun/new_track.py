@@ -9,11 +9,12 @@ from typing import Literal
 from hotlap import clock, durable
 from hotlap.errors import BadData, HotlapError, UsageError
 from hotlap.speedrun import inputs, track
-from hotlap.speedrun.track import FileData, GeneratedData, Spec, Track
+from hotlap.speedrun.track import FileData, GeneratedData, Row, Spec, Track
 
 Say = Callable[[str], None]
 _TEST_SHARE = 5
 _MIN_TEST_ROWS = 20
+_MIN_ANSWER_TOKENS = 64
 _NAMES = (("question", "answer"), ("prompt", "completion"))
 
 _SPEC = """# Written by `hotlap speedrun new-track`. Once pins.json is beside it, it is frozen.
@@ -105,21 +106,25 @@ def make(
     folder = contest / "tracks" / track_id
     if folder.exists():
         raise UsageError(f"{folder} is there already. Changed rules are a new version, in a folder of their own.")
-    rows = _rows(data)
+    rows = _rows(data, metric)
     is_test = [int(durable.sha256_bytes(row["question"].encode())[:8], 16) % _TEST_SHARE == 0 for row in rows]
     num_test = sum(is_test)
     if num_test < _MIN_TEST_ROWS:
         raise BadData(f"{data} would give {num_test} test rows, and {_MIN_TEST_ROWS} are the least. Bring more rows.")
+    if all(is_test):
+        raise BadData(f"{data} would leave no row to train on: rows with one question stay together. Bring others.")
+    # No token is shorter than a byte.
+    answer_tokens = max(_MIN_ANSWER_TOKENS, 1 + max(len(row["answer"].encode()) for row in rows))
     say(f"{len(rows) - num_test} rows to train on, {num_test} held out for the test")
     files = {
-        "spec.toml": _spec_text(track_id, data, metric, target, base_model, threads),
-        "train.jsonl": _lines([row for row, held_out in zip(rows, is_test, strict=True) if not held_out]),
-        "test.jsonl": _lines([row for row, held_out in zip(rows, is_test, strict=True) if held_out]),
+        "spec.toml": _spec_text(track_id, data, metric, target, base_model, threads, answer_tokens).encode(),
+        "train.jsonl": inputs.as_lines([row for row, held_out in zip(rows, is_test, strict=True) if not held_out]),
+        "test.jsonl": inputs.as_lines([row for row, held_out in zip(rows, is_test, strict=True) if held_out]),
     }
     durable.make_dirs(folder)
     try:
-        for name, text in files.items():
-            durable.write_synced(folder / name, text.encode())
+        for name, content in files.items():
+            durable.write_synced(folder / name, content)
         return freeze(folder, say)
     except HotlapError:
         # With other rules, or another base model, the name is free again.
@@ -127,17 +132,22 @@ def make(
         raise
 
 
-def _spec_text(track_id: str, data: Path, metric: str, target: float, base_model: str, threads: int) -> str:
-    # A JSON string is a TOML string too.
-    exact = 'rule = "exact"\nmax_new_tokens = 64\nstop = []\n' if metric == "exact" else ""
+def _spec_text(
+    track_id: str, data: Path, metric: str, target: float, base_model: str, threads: int, answer_tokens: int
+) -> str:
+    def quoted(text: str) -> str:
+        # A JSON string is a TOML string too, but for letters that JSON writes as two halves.
+        return json.dumps(text, ensure_ascii=False)
+
+    exact = f'rule = "exact"\nmax_new_tokens = {answer_tokens}\nstop = []\n' if metric == "exact" else ""
     plain = re.sub(r"[^A-Za-z0-9-]+", "-", Path(base_model).name).strip("-")
     return _SPEC.format(
-        id=json.dumps(track_id),
-        title=json.dumps(f"{data.stem}, {metric}"),
+        id=quoted(track_id),
+        title=quoted(f"{data.stem}, {metric}"),
         date=clock.utc_text(clock.wall_s())[:10],
-        source=json.dumps("the user's own data"),
-        name=json.dumps(f"local/{plain}"),
-        reference=json.dumps(base_model),
+        source=quoted("the user's own data"),
+        name=quoted(f"local/{plain}"),
+        reference=quoted(base_model),
         metric=metric,
         target=target,
         exact=exact,
@@ -145,17 +155,23 @@ def _spec_text(track_id: str, data: Path, metric: str, target: float, base_model
     )
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    rows: list[dict[str, str]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+def _rows(path: Path, metric: str) -> list[Row]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise BadData(f"{path} is not text in UTF-8.") from None
+    rows: list[Row] = []
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
         try:
             row = json.loads(line)
             names = next(names for names in _NAMES if all(isinstance(row.get(name), str) for name in names))
         except (ValueError, AttributeError, StopIteration):
             raise BadData(f"{path} line {number} has no texts `question` and `answer`.") from None
-        rows.append({"question": row[names[0]], "answer": row[names[1]].strip()})
+        answer = row[names[1]].strip()
+        if metric == "exact" and "\n" in answer:
+            raise BadData(
+                f"{path} line {number} has an answer of several lines, and of what a model writes only the first line "
+                f"is compared. Shorten it, or choose --metric loss."
+            )
+        rows.append({"question": row[names[0]], "answer": answer})
     return rows
-
-
-def _lines(rows: list[dict[str, str]]) -> str:
-    return "".join(durable.canonical_json(row) + "\n" for row in rows)

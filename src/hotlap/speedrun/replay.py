@@ -21,12 +21,13 @@ def replay(path: Path) -> dict[str, Any]:
         report: Report = json.loads(path.read_bytes())
         decision = decide_again(report)
         said = report["decision"]["verdict"]
-        folders = {run["run"]: path.parent / f"run-{run['run']}" for run in report["runs"]}
-    except (ValueError, KeyError, TypeError) as error:
+        if decision.verdict != said:
+            reasons = "; ".join(decision.reasons)
+            raise CorruptFile(f"{path} says {said}, and its runs give {decision.verdict}: {reasons}")
+        metric = report["rules"]["metric"]
+        scores = [_score_again(run, path.parent / f"run-{run['run']}", metric) for run in report["runs"]]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptFile(f"{path} is no report of a verification: {type(error).__name__} {error}") from None
-    if decision.verdict != said:
-        raise CorruptFile(f"{path} says {said}, and its runs give {decision.verdict}: {'; '.join(decision.reasons)}")
-    scores = [_score_again(run, folders[run["run"]], report["rules"]["metric"]) for run in report["runs"]]
     return {"verdict": decision.verdict, "reasons": list(decision.reasons), "scores": scores}
 
 

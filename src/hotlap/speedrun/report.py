@@ -4,6 +4,7 @@ The verdict is a function of the report: `decide_again` computes it from the rep
 escaped in Markdown.
 """
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from hotlap.speedrun.submission import Submission
 from hotlap.speedrun.track import GeneratedData, LossMetric, Track
 
 Report = dict[str, Any]
+IDENTITY = ("name", "author", "github", "description")
 _MARKUP = {ord(char): f"&#{ord(char)};" for char in "&<>\\`*_{}[]()#+!|~@:$"}
 
 
@@ -30,18 +32,10 @@ def build(
         "version": track.spec.version,
         "is_provisional": track.is_provisional,
         "track_sha256": track.sha256,
-        "rules": {
-            "target": track.spec.metric.target,
-            "higher_is_better": not isinstance(track.spec.metric, LossMetric),
-            "looks": list(track.spec.verification.looks),
-            "alpha": track.spec.verification.alpha,
-            "has_fresh_rows": isinstance(track.spec.data, GeneratedData),
-            "metric": track.spec.metric.model_dump(mode="json"),
-            "limits": track.spec.limits.model_dump(mode="json"),
-        },
+        "rules": rules_of(track),
         "submission": {
-            "name": entry.name,
-            **{key: entry.config[key] for key in ("author", "github", "description", "technique")},
+            **identity_of(entry),
+            "technique": entry.config["technique"],
             "code_sha256": entry.code_sha256,
             "files": {path.relative_to(entry.folder).as_posix(): durable.sha256_file(path) for path in files},
         },
@@ -49,9 +43,28 @@ def build(
         "machine": machine,
         "runs": list(results),
     }
-    summary = _summary(results, machine["usd_micros_per_hour"])
+    summary = summary_of(results, machine["usd_micros_per_hour"])
     differing = claims.disagreements(claims.of_folder(entry.folder, entry.config), summary)
     return {**report, "decision": asdict(decide_again(report)), "summary": summary, "differing_claims": differing}
+
+
+def identity_of(entry: Submission) -> dict[str, str]:
+    """Whose submission it is, as tables show it."""
+    return {"name": entry.name, **{key: entry.config[key] for key in IDENTITY[1:]}}
+
+
+def rules_of(track: Track) -> dict[str, Any]:
+    """What of a track's rules a verdict follows from."""
+    spec = track.spec
+    return {
+        "target": spec.metric.target,
+        "higher_is_better": not isinstance(spec.metric, LossMetric),
+        "looks": list(spec.verification.looks),
+        "alpha": spec.verification.alpha,
+        "has_fresh_rows": isinstance(spec.data, GeneratedData),
+        "metric": spec.metric.model_dump(mode="json"),
+        "limits": spec.limits.model_dump(mode="json"),
+    }
 
 
 def decide_again(report: Report) -> Decision:
@@ -71,24 +84,36 @@ def decide_again(report: Report) -> Decision:
     return decide(runs, rules["target"], rules["higher_is_better"], rules["looks"], rules["alpha"])
 
 
-def _summary(results: Sequence[dict[str, Any]], usd_micros_per_hour: int) -> dict[str, Any]:
+def summary_of(results: Sequence[dict[str, Any]], usd_micros_per_hour: int) -> dict[str, Any]:
+    """What all runs together gave."""
     times = [run["wall_s"] for run in results]
     scores = [run["score"] for run in results if run["score"] is not None]
     tokens = [run["num_tokens"] for run in results if run["num_tokens"] is not None]
+    # A run that was finished before hotlap kept its phases counts all the same.
+    steps_s = [run["phases_s"]["steps"] for run in results if run.get("phases_s")]
     return {
         "time_seconds_mean": statistics.fmean(times),
         "time_seconds_interval": list(interval(times)) if len(times) > 1 else None,
         "score_mean": statistics.fmean(scores) if scores else None,
         "score_stdev": statistics.stdev(scores) if len(scores) > 1 else None,
         "num_tokens_mean": statistics.fmean(tokens) if tokens else None,
+        "steps_s_mean": statistics.fmean(steps_s) if steps_s else None,
         "usd_micros_mean": round(statistics.fmean(times) * usd_micros_per_hour / 3600),
     }
+
+
+def _phases(runs: Sequence[dict[str, Any]]) -> str:
+    """A recipe's timeline in words; "" for a program, of which only its whole time is known."""
+    told = [run["phases_s"] for run in runs if run.get("phases_s")]
+    means = {name: statistics.fmean(phases[name] for phases in told) for name in (told[0] if told else ())}
+    return ", ".join(f"{name} {mean_s:.2f}" for name, mean_s in means.items() if mean_s >= 0.005)
 
 
 def escaped(text: object) -> str:
     """Strangers' text for Markdown, where it is only text: no markup, no line breaks, no mention, no table cell."""
     plain = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
-    return plain.translate(_MARKUP)
+    # A web address needs no markup to become a link where it begins like this.
+    return re.sub("(?i)www[.]", lambda found: found[0][:3] + "&#46;", plain.translate(_MARKUP))
 
 
 def cost_of(usd_micros: int | None, num_tokens: float | None) -> str:
@@ -124,6 +149,8 @@ def to_markdown(report: Report) -> str:
             f"| {run['run']} | {run['seed']} | {run['wall_s']:.2f} | {run['outer_wall_s']:.2f} | {run['cpu_s']:.2f} "
             f"| {score} | {params} | {run['num_left_behind']} | {escaped('; '.join(run['complaints'])) or 'none'} |"
         )
+    if phases := _phases(report["runs"]):
+        lines += ["", f"Seconds of a run by phase, on average: {phases}."]
     low_high = summary["time_seconds_interval"]
     spread = f", 95 % interval {low_high[0]:.2f} to {low_high[1]:.2f} s" if low_high else ""
     cost = cost_of(summary["usd_micros_mean"], summary["num_tokens_mean"])

@@ -2,10 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hotlap import durable
 from hotlap.errors import MissingArtifact, PinMismatch, Refused
 from hotlap.speedrun import submission, track, verify
 from hotlap.speedrun.attempt import Say, Sources
@@ -25,10 +26,9 @@ def rerun(contest: Path, path: Path, out: Path, say: Say) -> dict[str, Any]:
     if chosen.sha256 != then["track_sha256"]:
         raise PinMismatch(f"{path} was made under other rules of track {then['track']}. Take its version of the track.")
     folder = _code(contest, path, then["submission"])
-    seeds = iter([run["seed"] for run in then["runs"]])
-    entropies = iter([run["entropy"] for run in then["runs"] if run["score"] is not None])
-    sources = Sources(seed=lambda: next(seeds), entropy=lambda: _next(entropies))
-    now = verify.measure(submission.load(folder, chosen), chosen, len(then["runs"]), out, sources, say)
+    now = verify.measure(
+        submission.load(folder, chosen), chosen, len(then["runs"]), out, _as_then(then["runs"], out), say
+    )
     if [run["seed"] for run in now["runs"]] != [run["seed"] for run in then["runs"]]:
         raise Refused(f"{out} holds a verification with other seeds. Name an empty folder.")
     return {
@@ -49,9 +49,17 @@ def rerun(contest: Path, path: Path, out: Path, say: Say) -> dict[str, Any]:
     }
 
 
-def _next(entropies: Iterator[str]) -> str:
-    """One of the report's; fresh ones where a run was not scored then and is now."""
-    return next(entropies, None) or os.urandom(16).hex()
+def _as_then(runs: Sequence[dict[str, Any]], out: Path) -> Sources:
+    """The report's seed and entropy of the run that asks, whatever became of those before it, now or before a cut.
+    Fresh entropy where a run was not scored then and is now."""
+
+    def num_drawn() -> int:
+        return len(durable.read_rows(out / "seeds.jsonl"))
+
+    return Sources(
+        seed=lambda: runs[num_drawn()]["seed"],
+        entropy=lambda: runs[num_drawn() - 1].get("entropy") or os.urandom(16).hex(),
+    )
 
 
 def _code(contest: Path, path: Path, entry: dict[str, Any]) -> Path:

@@ -6,13 +6,16 @@ one), the disk (all writing goes to memory of a limited size), the number of pro
 
 What it does not protect against: a hole in the kernel, which the program shares with everybody on this machine; reading
 how busy the processor is; wear on the machine in its allowed time. The memory limit is per process, and a second time
-for all files. On a machine with a GPU, its driver would be part of the attack surface; GPU tracks are not run here.
+for all files; memory that processes share without a file is not counted, so a program can use up the machine's. A
+program may move to other processors than it was given: what it used is told, and held against the track by whoever
+called. On a machine with a GPU, its driver would be part of the attack surface; GPU tracks are not run here.
 
 The protections are those of Linux namespaces, opened by `jail.py`. Where the kernel refuses one, nothing is run.
 """
 
 import os
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +28,7 @@ from hotlap.speedrun.stopping import require_not_stopped
 
 _JAIL = Path(__file__).with_name("jail.py")
 _SETUP_S = 60.0
-_MAX_LOG_BYTES = 1 << 20
+_MAX_LOG_CHARS = 1 << 20
 OUTPUT = "/out"
 
 
@@ -129,15 +132,14 @@ def _ran(told: dict[str, Any], outer_wall_s: float, protections: tuple[str, ...]
 
 class _Log:
     def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._num_bytes = 0
+        self._lines: deque[str] = deque()
+        self._num_chars = 0
 
     def add(self, line: str) -> None:
-        line = line[:_MAX_LOG_BYTES]
         self._lines.append(line)
-        self._num_bytes += len(line)
-        while self._num_bytes > _MAX_LOG_BYTES:
-            self._num_bytes -= len(self._lines.pop(0))
+        self._num_chars += len(line) + 1  # an empty line takes room too
+        while self._num_chars > _MAX_LOG_CHARS:
+            self._num_chars -= len(self._lines.popleft()) + 1
 
     def text(self) -> str:
         return "\n".join(self._lines)
@@ -174,6 +176,19 @@ def _system(libraries: tuple[Path, ...]) -> list[tuple[Path, str]]:
         if place.exists() and not is_inside:
             found.append((Path(os.path.realpath(place)), str(place)))
     return found
+
+
+def require_hidden(path: Path, libraries: tuple[Path, ...]) -> None:
+    """
+    Raises:
+        Refused: every program that is run with these libraries would see `path`.
+    """
+    for source, _ in _system(libraries):
+        if path.resolve().is_relative_to(source):
+            raise Refused(
+                f"{path} lies in {source}, which strangers' programs see, so that they could read test rows there. "
+                f"Move the contest, or the virtual environment, elsewhere."
+            )
 
 
 def variables(threads: int, python: Path) -> dict[str, str]:

@@ -28,10 +28,14 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 TRAIN = "train.py"
 REQUIRED = ("config.yaml", "NOTES.md")
 _TEXT = {".py", ".yaml", ".yml", ".md", ".txt", ".toml", ".json", ".cu", ".cpp", ".c", ".h"}
+_DATA = {".json", ".txt", ".toml", ".yaml", ".yml"}
+_NUMBER = re.compile(r"(?<![\w.])[0-9]+(?:\.[0-9]+)?")
 _MAX_FILE_BYTES, _MAX_TOTAL_BYTES, _MAX_FILES = 262_144, 1_048_576, 50
 _MIN_NOTES = 100
 _MAX_EXTRAS = 20
 _FIELDS = ("author", "github", "description", "base_model", "technique")
+_MAX_FIELD = 1_000
+_MAX_CLAIM = 1e9
 _LONG_LITERAL = 2_000
 _MAX_NUMBERS = 64
 _NETWORK = {"socket", "requests", "urllib", "http", "httpx", "aiohttp", "ftplib", "smtplib", "paramiko"}
@@ -178,9 +182,16 @@ def _check_text(path: Path, folder: Path) -> list[Finding]:
         return [Finding("refused", place, "is not UTF-8 text")]
     found: list[Finding] = []
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
+        if any(len(word) > _LONG_LITERAL for word in line.split()):
+            reason = f"a word of more than {_LONG_LITERAL:,} characters: data or weights as text"
+            found.append(Finding("refused", f"{place}:{number}", reason))
         if tricks := sorted({_name_of(char) for char in line if _is_trick(char)}):
             found.append(Finding("refused", f"{place}:{number}", f"hides something: {', '.join(tricks)}"))
-    return found + (_check_code(text, place) if path.suffix == ".py" else [])
+    if path.suffix == ".py":
+        return found + _check_code(text, place)
+    if path.suffix in _DATA and (count := len(_NUMBER.findall(text))) > _MAX_NUMBERS:
+        found.append(Finding("warning", place, f"holds {count:,} numbers: read whether they are data or weights"))
+    return found
 
 
 def _is_trick(char: str) -> bool:
@@ -217,9 +228,11 @@ def _complaints(node: ast.AST) -> _Complaints:
             return _imports([module])
         case ast.Name(id=name) | ast.Attribute(attr=name) | ast.FunctionDef(name=name) if not name.isascii():
             return [("refused", f"the name {name!a} is not ASCII, so it can look like another")]
+        case ast.Attribute(attr="sched_setaffinity" | "SIG_IGN" as name) | ast.Name(id="sched_setaffinity" as name):
+            return [("warning", f"{name}: it can take more processors, or hide what its children use: read why")]
         case ast.Constant(value=str() | bytes() as value) if len(value) > _LONG_LITERAL and " " not in str(value[:200]):
             return [("refused", f"a literal of {len(value):,} characters: data or weights in code")]
-        case ast.List() | ast.Tuple() | ast.Set() if _num_numbers(node) > _MAX_NUMBERS:
+        case ast.List() | ast.Tuple() | ast.Set() | ast.Dict() if _num_numbers(node) > _MAX_NUMBERS:
             return [("refused", f"{_num_numbers(node)} numbers in a row: data or chosen rows in code")]
         case ast.Call():
             return _calls(node)
@@ -229,8 +242,15 @@ def _complaints(node: ast.AST) -> _Complaints:
             return []
 
 
-def _num_numbers(node: ast.List | ast.Tuple | ast.Set) -> int:
-    return sum(isinstance(item, ast.Constant) and isinstance(item.value, int | float) for item in node.elts)
+def _num_numbers(node: ast.List | ast.Tuple | ast.Set | ast.Dict) -> int:
+    items = [*node.keys, *node.values] if isinstance(node, ast.Dict) else node.elts
+    return sum(_is_number(item) for item in items)
+
+
+def _is_number(node: ast.AST | None) -> bool:
+    """Whether it is written out, with a sign or without."""
+    node = node.operand if isinstance(node, ast.UnaryOp) else node
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
 
 
 def _imports(names: list[str]) -> _Complaints:
@@ -251,7 +271,7 @@ def _calls(node: ast.Call) -> _Complaints:
         return [("refused", f"{name}() runs text that nobody can read here")]
     given = [*node.args, *(word.value for word in node.keywords if word.arg in ("seed", "data_seed"))]
     is_seeding = name in _SEED_CALLS or any(word.arg in ("seed", "data_seed") for word in node.keywords)
-    if is_seeding and any(isinstance(value, ast.Constant) and isinstance(value.value, int) for value in given):
+    if is_seeding and any(_is_number(value) for value in given):
         return [("refused", f"{name}() is given a seed of its own; a run's seed comes with --seed")]
     return []
 
@@ -267,6 +287,10 @@ def _check_config(path: Path, track: Track) -> list[Finding]:
     for name in _FIELDS:
         if not isinstance(config.get(name), str) or not config[name].strip():
             found.append(Finding("refused", path.name, f"needs a text as {name!r}"))
+        elif any(_is_trick(char) for char in config[name].replace("\n", "")):  # YAML has escapes for them
+            found.append(Finding("refused", path.name, f"{name!r} hides something"))
+        elif len(config[name]) > _MAX_FIELD:
+            found.append(Finding("refused", path.name, f"{name!r} has more than {_MAX_FIELD} characters"))
     if config.get("base_model") not in (None, track.spec.base_model.name):
         found.append(Finding("refused", path.name, f"base_model must be {track.spec.base_model.name}"))
     wanted = config.get("track", "t1")
@@ -283,10 +307,11 @@ def _check_extras(config: dict[str, Any], place: str) -> list[Finding]:
     extras = config.get("extra_pip_packages") or []
     if not isinstance(extras, list) or len(extras) > _MAX_EXTRAS or not all(isinstance(each, str) for each in extras):
         return [Finding("refused", place, f"extra_pip_packages is no list of at most {_MAX_EXTRAS} texts")]
-    wrong = [each for each in extras if not EXTRA.fullmatch(each)]
     return [
-        Finding("refused", place, f"extra_pip_packages: {each[:60]!a} is not name==version, which is all that is taken")
-        for each in wrong
+        Finding("warning", place, f"has {each[:60]} installed: read what it is; weights or data can be a package too")
+        if EXTRA.fullmatch(each)
+        else Finding("refused", place, f"extra_pip_packages: {each[:60]!a} is not name==version, which is all we take")
+        for each in extras
     ]
 
 
@@ -296,6 +321,6 @@ def _check_claims(config: dict[str, Any], place: str) -> list[Finding]:
         return [Finding("refused", place, "self_reported is not a mapping")]
     accuracies = claims.get("accuracies") or []
     numbers = [claims.get("mean_train_seconds") or 0.0, *(accuracies if isinstance(accuracies, list) else ["no list"])]
-    if not all(isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < float("inf") for n in numbers):
+    if not all(isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < _MAX_CLAIM for n in numbers):
         return [Finding("refused", place, "self_reported: mean_train_seconds and accuracies are numbers, 0 or more")]
     return []

@@ -23,7 +23,7 @@ from hotlap.errors import ChildCrashed, CorruptFile, PinMismatch, Refused, RunCh
 from hotlap.speedrun import claims, environments, inputs, records, sandbox, submission
 from hotlap.speedrun.attempt import EVALUATION_S, Say, Sources, Verification, run_once
 from hotlap.speedrun.replay import replay
-from hotlap.speedrun.report import build, to_markdown
+from hotlap.speedrun.report import IDENTITY, build, identity_of, to_markdown
 from hotlap.speedrun.stopping import Stopped
 from hotlap.speedrun.submission import Finding, Submission
 from hotlap.speedrun.track import PublicData, Track
@@ -67,13 +67,19 @@ def accept(contest: Path, folder: Path, track: Track, measured: Path) -> dict[st
         Refused: this code was decided already.
     """
     entry = submission.load(folder, track)
-    reports = sorted(measured.glob("report-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
+    reports = [path for path in measured.iterdir() if re.fullmatch(r"report-[0-9]+\.json", path.name)]
+    reports.sort(key=lambda path: int(path.stem.partition("-")[2]))
     if not reports:
         raise CorruptFile(f"{measured} holds no report: the verification is not finished. Run it again; it goes on.")
     report: dict[str, Any] = json.loads(reports[-1].read_bytes())
-    if report["submission"]["code_sha256"] != entry.code_sha256 or report["track_sha256"] != track.sha256:
+    told = report["submission"]
+    of_entry = {key: told[key] for key in IDENTITY} == identity_of(entry)
+    if told["code_sha256"] != entry.code_sha256 or not of_entry or report["track_sha256"] != track.sha256:
         raise PinMismatch(f"{reports[-1]} is about other code or other rules than {folder} and track {track.spec.id}.")
+    if reports[-1].name != f"report-{len(report['runs'])}.json":
+        raise CorruptFile(f"{reports[-1]} is of {len(report['runs'])} runs; its name is that of another report.")
     replay(reports[-1])
+    records.require_consistent(track, report)
     _require_fresh_rows(track, report)
     into = _require_open(contest, track, entry, len(report["runs"]))
     durable.make_dirs(into)
@@ -150,7 +156,7 @@ def prepared(entry: Submission, track: Track, folder: Path, sources: Sources, sa
         As `verify`.
     """
     _keep_code(entry, folder / "code")
-    return Verification(
+    verification = Verification(
         folder=folder,
         track=track,
         submission=entry,
@@ -161,6 +167,9 @@ def prepared(entry: Submission, track: Track, folder: Path, sources: Sources, sa
         say=say,
         stops=stops,
     )
+    for place in (track.folder, folder):
+        sandbox.require_hidden(place, verification.training.folders)
+    return verification
 
 
 def _keep_code(entry: Submission, folder: Path) -> None:
@@ -294,6 +303,7 @@ def machine_facts(environment: environments.Environment) -> dict[str, Any]:
         "processor": models[0] if models else platform.processor(),
         "num_threads_here": len(os.sched_getaffinity(0)),
         "load_at_end": os.getloadavg()[0],
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {"hotlap": hotlap.__version__, **versions},

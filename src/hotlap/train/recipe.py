@@ -3,6 +3,7 @@
 `python -m hotlap.train.recipe CONFIG.json OUTPUT`. The caller is the watchdog and owns the clock.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -28,7 +29,8 @@ def main() -> int:
     result = one_slice.run_slice(context)
     say(f"{result['reason']}: {result['message']}; {result['timeline']['phases_s']}")
     if result["exit_code"] == DONE:
-        say(f"trained {result['num_tokens']} tokens")
+        measured = {"num_tokens": result["num_tokens"], "phases_s": result["timeline"]["phases_s"]}
+        say(f"measured {json.dumps(measured)}")
         adapter = runs.RunFolder(config.run_folder).adapter
         for name in _FILES:
             durable.write_synced(Path(sys.argv[2]) / name, (adapter / name).read_bytes())
