@@ -12,7 +12,7 @@ from tiny import make_tiny_model, tiny_config
 from zygote import Zygote
 
 from hotlap import durable
-from hotlap.config import LoraConfig, RunConfig
+from hotlap.config import LoraConfig, ModelConfig, RunConfig
 from hotlap.config_techniques import TechniquesConfig
 from hotlap.runs import RunFolder
 
@@ -230,6 +230,14 @@ def test_a_fused_model_gives_the_same_answer(tiny_model: Path) -> None:
 # --- prepacked weights ---
 
 
+def has_bfloat16_units() -> bool:
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+needs_bfloat16_units = pytest.mark.skipif(not has_bfloat16_units(), reason="this processor has no bfloat16 units")
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3", "gemma4"])
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_prepacked_weights_give_the_plain_loss_and_gradients(tmp_path: Path, family: str, is_fused: bool) -> None:
@@ -315,12 +323,52 @@ def test_a_head_that_trains_is_left_as_it_is(tmp_path: Path, name: str) -> None:
     require_close(found[1][1], found[0][1])
 
 
-def test_weights_that_oneDNN_cannot_take_are_told(zygote: Zygote, tiny_model: Path, f3: Path, tmp_path: Path) -> None:
+@needs_bfloat16_units
+@pytest.mark.parametrize("precision", ["float32", "model"])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_prepacked_weights_in_bfloat16_are_as_near_the_truth_as_plain_ones(
+    tmp_path: Path, is_fused: bool, precision: Any
+) -> None:
+    """The truth is the same model in float32."""
+    import torch
+
+    from hotlap.train import model, prepacked
+
+    folder = make_family(tmp_path, "qwen2")
+
+    def gradient_of(kind: Any, **techniques: Any) -> torch.Tensor:
+        base = model.load_base(folder, ModelConfig(precision=kind))
+        assert prepacked.why_not(base) is None
+        chosen = TechniquesConfig(adapter_precision=precision, **techniques)
+        adapted = model.attach_lora(base, LoraConfig(rank=4), 0, "b", techniques=chosen)
+        moved(adapted)
+        _, gradients = loss_and_gradients(adapted)
+        return torch.cat([gradient.float().flatten() for gradient in gradients.values()])
+
+    truth = gradient_of("float32")
+    plain, packed = gradient_of("bfloat16"), gradient_of("bfloat16", prepacked_weights=True, fused_projections=is_fused)
+    assert 0.0 < float((plain - truth).norm()) < 0.1 * float(truth.norm())
+    assert float((packed - truth).norm()) < 1.5 * float((plain - truth).norm())
+
+
+def test_weights_that_oneDNN_cannot_take_are_told(
+    zygote: Zygote, tiny_model: Path, f3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from hotlap.train import prepacked
+
     changes: dict[str, Any] = {"train__max_steps": 1, "model__precision": "bfloat16"}
     config = tiny_config(tiny_model, f3, tmp_path / "runs", techniques={"prepacked_weights": True}, **changes)
     process = zygote.run(config)
     assert process.status == 0, process.talk()
-    assert "techniques.prepacked_weights: its layouts are for float32 numbers; goes on without." in process.talk()
+    told = "techniques.prepacked_weights: this processor has no bfloat16 units; goes on without."
+    assert (told in process.talk()) == (not prepacked.has_bfloat16_units())
+    monkeypatch.setattr(prepacked, "has_bfloat16_units", lambda: False)
+    assert prepacked.why_not(torch.nn.Linear(2, 2).bfloat16()) == "this processor has no bfloat16 units"
+    mixed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16())
+    for each in (torch.nn.Linear(2, 2).half(), mixed):
+        assert prepacked.why_not(each) == "its layouts are for float32 or bfloat16 numbers"
 
 
 # --- every pair, in runs ---
@@ -338,11 +386,11 @@ COMBINATIONS = [
     ("chunked", "integrated"),
     ("chunked", "prepacked"),
     ("16 bits", "staged"),
-    ("chunked", "16 bits", "fused"),
+    ("chunked", "16 bits", "fused", "prepacked"),
     ("fused", "prepacked", "staged", "integrated"),
 ]
-"""With the plain run of `test_switches.py`, every two switches are met in all four ways; but prepacking is for 32 bits
-only."""
+"""With the plain run of `test_switches.py`, every two switches are met in all four ways, but for prepacking in 16 bits,
+which goes on without where the processor has no units for them."""
 
 
 @functools.cache
@@ -394,7 +442,10 @@ def test_stock_peft_gives_our_logits(
     config = uncut(zygote, tiny_model, f3, scratch, names)
     adapter = config.run_folder / "adapter"
     tokens_BT = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
-    ours = model.attach_lora(load_base(tiny_model, config.model), config.lora, 7, "base", techniques=config.techniques)
+    techniques = config.techniques
+    if "16 bits" in names and not has_bfloat16_units():
+        techniques = techniques.model_copy(update={"prepacked_weights": False})
+    ours = model.attach_lora(load_base(tiny_model, config.model), config.lora, 7, "base", techniques=techniques)
     tensors = model.load_tensors(adapter / model.ADAPTER_FILE)
     model.load_parameters(ours.parameters, tensors, adapter)
     ours.peft_model.eval()
@@ -591,7 +642,7 @@ def moved(adapted: Any) -> None:
 
     torch.manual_seed(1)
     for parameter in adapted.parameters.values():
-        parameter.data.normal_(std=0.1)
+        parameter.data.copy_(0.1 * torch.randn(parameter.shape))
 
 
 def loss_and_gradients(adapted: Any, hidden_of: Any = None) -> tuple[float, dict[str, Any]]:

@@ -42,8 +42,8 @@ class TechniquesConfig(Config):
     """One product for queries, keys and values, and one for gate and up, in the base and in LoRA's A."""
 
     prepacked_weights: bool = False
-    """On a processor, multiply by the base model's float32 weights through oneDNN, laid out for it once. Takes twice
-    the memory of these weights more."""
+    """On a processor, multiply by the base model's weights through oneDNN, laid out for it once. Takes twice the memory
+    of these weights more. In bfloat16 only where the processor has units for it."""
 
     staged: StagedConfig | None = None
     """Train only the top layers after some step. Absent: all layers to the end."""

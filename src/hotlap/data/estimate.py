@@ -180,7 +180,7 @@ def _memory(
     fixed_bytes = _INTERPRETER_BYTES + _weight_bytes(shape, config.model, number_bytes)
     fixed_bytes += _adapter_bytes(config, number_bytes) * trained
     fixed_bytes += number_bytes * num_kept_rows * seq_len * shape.hidden
-    if config.techniques.prepacked_weights and precision == "float32":
+    if config.techniques.prepacked_weights:
         fixed_bytes += 2 * number_bytes * (shape.num_layer_parameters + shape.vocabulary * shape.hidden)
     if config.techniques.chunked_loss:
         positions = min(chunk_positions(shape.vocabulary), most_trained * config.train.micro_batch_rows)

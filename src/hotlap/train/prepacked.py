@@ -27,8 +27,8 @@ class Layouts:
 
     def back(self, weight_OI: torch.Tensor) -> torch.Tensor:
         """What `_times` takes for `gradient @ weight`."""
-        if self._scratch.numel() < weight_OI.numel():
-            self._scratch = torch.empty(weight_OI.numel())
+        if self._scratch.numel() < weight_OI.numel() or self._scratch.dtype != weight_OI.dtype:
+            self._scratch = torch.empty(weight_OI.numel(), dtype=weight_OI.dtype)
         # In one place for all: fresh memory takes longer than the copy.
         weight_IO = self._scratch[: weight_OI.numel()].view(weight_OI.shape[::-1]).copy_(weight_OI.detach().t())
         return torch.ops.mkldnn._reorder_linear_weight(weight_IO)
@@ -50,9 +50,9 @@ class Product:
         self.bias_O = None if bias_O is None else bias_O.detach()
 
     def __call__(self, input_NI: torch.Tensor) -> torch.Tensor:
-        """`[..., O]` of `[..., I]`."""
+        """`[..., O]` of `[..., I]`, in the weight's precision."""
         apply: Callable[..., torch.Tensor] = _Linear.apply
-        return apply(input_NI, self)
+        return apply(input_NI.to(self.onward.dtype), self)
 
 
 class _Linear(torch.autograd.Function):
@@ -100,11 +100,12 @@ def lay_out(
 
 def outputs_of(members: Sequence[Member], laid_out: LaidOut, input_BTI: torch.Tensor) -> Sequence[torch.Tensor]:
     """`[..., outputs]` of each member: the base's product once for all, and each adapter's added to it where it
-    lies."""
-    inners = [member.inner for member in members if member.inner is not None]
-    outers = [member.outer for member in members if member.outer is not None]
+    lies. Adapters of more precision than the weights are rounded to theirs, as autocast does it."""
+    dtype = laid_out.onward.dtype
+    inners = [member.inner.to(dtype) for member in members if member.inner is not None]
+    outers = [member.outer.to(dtype) for member in members if member.outer is not None]
     apply: Callable[..., Sequence[torch.Tensor]] = _WithAdapters.apply
-    return apply(members, laid_out, input_BTI, *inners, *outers)
+    return apply(members, laid_out, input_BTI.to(dtype), *inners, *outers)
 
 
 class _WithAdapters(torch.autograd.Function):
@@ -157,11 +158,18 @@ def why_not(model: torch.nn.Module) -> str | None:
     kinds = {(parameter.device.type, parameter.dtype) for parameter in model.parameters()}
     if any(device != "cpu" for device, _ in kinds):
         return "its layouts are for processors"
-    if any(dtype != torch.float32 for _, dtype in kinds):
-        return "its layouts are for float32 numbers"
+    if kinds not in ({("cpu", torch.float32)}, {("cpu", torch.bfloat16)}):
+        return "its layouts are for float32 or bfloat16 numbers"
     if not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
+    if kinds == {("cpu", torch.bfloat16)} and not has_bfloat16_units():
+        return "this processor has no bfloat16 units"
     return None
+
+
+def has_bfloat16_units() -> bool:
+    """oneDNN's products in bfloat16 are slower than torch's where the processor only emulates them."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def prepack(model: PeftModel, done: Iterable[torch.nn.Module], layouts: Layouts) -> None:
