@@ -184,7 +184,8 @@ def take_home(name: str, data: bytes) -> bytes:
     from hotlap.research import travel
 
     here = Path(name)
-    return travel.restored(here.read_bytes(), data) if name.endswith(".jsonl") and here.exists() else data
+    is_journal = here.name == "experiments.jsonl" and here.exists()
+    return travel.restored(here.read_bytes(), data) if is_journal else data
 
 
 def show_study(folder: Path) -> None:
