@@ -110,7 +110,9 @@ def test_a_request_has_room_for_a_search_of_some_days() -> None:
     assert found and int(found[1]) >= 100
 
 
-def test_a_journal_that_travelled_leads_to_the_same_and_comes_home_whole(tmp_path: Path) -> None:
+def test_a_journal_that_travelled_leads_to_the_same_and_comes_home_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = research_stage.Stage(research_stage.make_study(tmp_path))
     stage.search(6)
     whole = stage.folder.journal.read_bytes()
@@ -118,13 +120,21 @@ def test_a_journal_that_travelled_leads_to_the_same_and_comes_home_whole(tmp_pat
     rows = [json.loads(line) for line in less.splitlines()]
     assert replay.disagreements(rows, stage.secret) == [] and b"tokens_per_s" in less
     assert all(row["tokens_per_s"] is None and row["wall_s"] is None for row in rows if row["kind"] == "run")
-    # On the machine a row is added, and a row of here is changed.
+    # On the machine a row is added, and comes again with the next; a last row here that was torn is none.
     later = [*less.splitlines(keepends=True), b'{"kind": "goal"}\n']
-    assert travel.restored(whole, b"".join(later)) == whole + later[-1]
-    later[2] = b'{"kind": "other"}\n'
-    told = travel.restored(whole, b"".join(later)).splitlines(keepends=True)
-    assert told[2] == later[2] and told[3] == whole.splitlines(keepends=True)[3]
+    once = travel.restored(whole + b'{"kind": "to', b"".join(later))
+    assert once == whole + later[-1] and travel.restored(once, b"".join([*later, later[-1]])) == once + later[-1]
     assert travel.thinned(whole + b'{"kind": "to') == less + b'{"kind": "to'
+    # A stranger's machine changes nothing of it.
+    monkeypatch.chdir(tmp_path)
+    inbox = bundle.Inbox(tmp_path, ("bowl",), launch_work.take_home)
+    Path("bowl").mkdir(exist_ok=True)
+    Path("bowl/experiments.jsonl").write_bytes(whole)
+    for forged in ([*later[:2], b'{"kind": "other"}\n', *later[3:]], later[:3]):
+        for event in bundle.events({"bowl/experiments.jsonl": b"".join(forged)}):
+            assert inbox.take(event) == []
+        assert "no continuation of the one here" in inbox.what_is_wrong()
+        assert Path("bowl/experiments.jsonl").read_bytes() == whole
     (home := tmp_path / "home" / stage.folder.path.name).mkdir(parents=True)
     (home / "experiments.jsonl").write_bytes(whole)
     launch_work.show_study(home)

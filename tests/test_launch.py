@@ -24,9 +24,9 @@ from hotlap.cloud.ledger import Ledger
 from hotlap.cloud.local import LocalProvider
 from hotlap.cloud.proof import Patience
 from hotlap.cloud.reaper import Reaper
-from hotlap.secrecy import redactor
 from hotlap.config import CloudConfig, RunConfig
 from hotlap.errors import BudgetRefused, HotlapError, Survivors
+from hotlap.secrecy import redactor
 from hotlap.testing.fake_runpod import FakeRunpod
 
 pytestmark = pytest.mark.long

@@ -178,8 +178,9 @@ def test_prices_are_the_worst_case_that_a_launch_would_hold(
         found = json.loads(run(*arguments, "--on", "runpod").stdout)["prices"]
     by_kind = {(row["gpu"], row["cloud"]): row for row in found}
     l40s = by_kind["NVIDIA L40S", "SECURE"]
-    # 150 s to get ready, 240 s and 10 s for the job, 30 s to leave; $0.86 an hour and 5 % for a price that moved.
-    assert l40s["slice_usd_micros"] == -(-430 * 903_000 // 3600)
+    # 150 s to get ready, 240 s and 10 s for the job, 30 s to leave, in begun minutes; $0.86 an hour, and 5 % as the
+    # price may have moved.
+    assert l40s["slice_usd_micros"] == -(-480 * 903_000 // 3600)
     assert (l40s["num_slices"], l40s["usd_micros"]) == (1, l40s["slice_usd_micros"])
     tokens, parameters = 2 * 3 * 20 * 60, 300 * 32 + 2 * (32 * (2 * 32 + 2 * 16) + 3 * 32 * 64)
     assert l40s["seconds"] < 4 * parameters * tokens / (0.3 * 362e12)

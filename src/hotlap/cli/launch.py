@@ -243,8 +243,6 @@ class _Display:
         from hotlap.cloud.receipts import receipt_path
 
         self._close()
-        if self._results is not None:
-            launch_work.show_study(Path(self._results))
         if self._inbox is not None and (wrong := self._inbox.what_is_wrong()):
             click.echo(f"not all results came home: {wrong}. Run the same command again, or name a volume", err=True)
         lease = lease_end.lease
@@ -253,6 +251,8 @@ class _Display:
             f"Receipt: {receipt_path(lease.lease_id)}",
             err=True,
         )
+        if self._results is not None:
+            launch_work.show_study(Path(self._results))
 
     def _close(self) -> None:
         if self._progress is not None:

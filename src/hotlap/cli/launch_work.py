@@ -184,7 +184,8 @@ def take_home(name: str, data: bytes) -> bytes:
     from hotlap.research import travel
 
     here = Path(name)
-    return travel.restored(here.read_bytes(), data) if name.endswith(".jsonl") and here.exists() else data
+    is_journal = here.name == "experiments.jsonl" and here.exists()
+    return travel.restored(here.read_bytes(), data) if is_journal else data
 
 
 def show_study(folder: Path) -> None:
@@ -231,7 +232,8 @@ def session_in_words(path: Path, work: Work, offers: "Sequence[Offer]", place: P
     from hotlap.research import price, space
 
     dearest = max(worst_rate(rate_of(offer)).usd_micros_per_hour for offer in offers)
-    paid_s = plan_of(work.job, place.provider.traits).ttl_s
+    unit_s = max(offer.billing_unit_s for offer in offers)
+    paid_s = -(-plan_of(work.job, place.provider.traits).ttl_s // unit_s) * unit_s
     installing_s = errands.INSTALL_S if work.results is not None else 0.0
     idle_s = paid_s - (work.job.cap_s - installing_s - errands.START_S)
     return price.price_of(space.load_study(path).study, None, _SESSION, dearest, paid_s, idle_s).words

@@ -83,7 +83,8 @@ def events(files: Mapping[str, bytes]) -> list[dict[str, Any]]:
 
 
 class Inbox:
-    """Takes events and writes the files that they make, below `folders` of `root` alone, each as `take_home` has it."""
+    """Takes events and writes the files that they make, below `folders` of `root` alone, each as `take_home` has it,
+    which may refuse with `CorruptFile`."""
 
     def __init__(
         self, root: Path, folders: Sequence[str], take_home: Callable[[str, bytes], bytes] = lambda _name, data: data
@@ -118,11 +119,12 @@ class Inbox:
     def _write(self, text: str) -> list[str]:
         try:
             came = {name: data for name, data in unpacked(text).items() if self._may_be_written(name)}
+            files = {name: self._take_home(name, data) for name, data in came.items()}
         except CorruptFile as error:
             self._complaint = str(error)
             return []
-        write(self._root, {name: self._take_home(name, data) for name, data in came.items()})
-        return list(came)
+        write(self._root, files)
+        return list(files)
 
     def _may_be_written(self, name: str) -> bool:
         path = PurePosixPath(name)

@@ -3,6 +3,7 @@
 import json
 
 from hotlap import durable
+from hotlap.errors import CorruptFile
 from hotlap.research.executor import NUMBERS
 
 _GOES = frozenset(("val_search_nats_per_byte", "val_lock_nats_per_byte", "params", "floors"))
@@ -27,9 +28,13 @@ def _thinned(line: bytes) -> bytes:
 
 
 def restored(here: bytes, came: bytes) -> bytes:
-    """What came home, each row that went from here as it is here."""
-    mine, theirs = here.splitlines(keepends=True), came.splitlines(keepends=True)
-    mine += theirs[len(mine) :]
-    return b"".join(
-        whole if whole != line and _thinned(whole) == line else line for whole, line in zip(mine, theirs, strict=False)
-    )
+    """What is here, and the rows that came behind it. A machine may be a stranger's, so nothing here is changed by it.
+
+    Raises:
+        CorruptFile: it is no continuation of what is here.
+    """
+    mine = [line for line in here.splitlines(keepends=True) if line.endswith(b"\n")]  # a torn last line is none
+    theirs = came.splitlines(keepends=True)
+    if [_thinned(line) for line in mine] != [_thinned(line) for line in theirs[: len(mine)]]:
+        raise CorruptFile("the journal that came is no continuation of the one here, which is left as it is")
+    return b"".join([*mine, *theirs[len(mine) :]])
