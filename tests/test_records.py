@@ -204,6 +204,24 @@ def test_a_row_that_says_other_than_its_report_is_found(change: dict[str, Any], 
     assert records.check(contest) == [f"{row['report']} and its row in the log differ in {next(iter(change))}"]
 
 
+def test_times_that_were_edited_wherever_they_are_but_in_the_run_s_own_result_are_found(contest: Path) -> None:
+    each = micro(contest)
+    runs = good_runs(30)
+    row = logged(contest, each, "001-ada", runs)
+    for run in runs:
+        folder = (contest / row["report"]).parent / f"run-{run['run']}"
+        folder.mkdir()
+        (folder / "result.json").write_text(json.dumps(run))
+    assert records.check(contest) == []
+
+    def be_faster(built: dict[str, Any]) -> None:
+        built["runs"][1]["wall_s"] = 3.0
+        built["summary"] = report.summary_of(built["runs"], 0)
+
+    forged(contest, each, {**row, "times_seconds": [30.1, 3.0, 30.3]}, be_faster)
+    assert records.check(contest) == [f"{row['report']}: run 2 is not what its own result says"]
+
+
 def test_predictions_that_were_edited_are_found(contest: Path) -> None:
     each = micro(contest)
     text = '{"text": "y", "is_right": true}\n'

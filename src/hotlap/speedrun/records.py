@@ -271,14 +271,21 @@ def _check_report(contest: Path, track: Track, row: Row) -> list[str]:
         report: Report = json.loads(path.read_bytes())
         require_consistent(track, report)
         gone = [run["run"] for run, score in zip(report["runs"], again, strict=True) if score is None and _is_kept(run)]
+        unlike = [run["run"] for run in report["runs"] if not _is_as_kept(run, path.parent)]
         expected = _row_of(contest, track, report, path)
     except CorruptFile as error:
         return [str(error)]
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, ValueError) as error:
         return [f"{row['report']} is no report of a verification: {type(error).__name__} {error}"]
     wrong = sorted(key for key in expected if row.get(key) != expected[key])
     found = [f"{row['report']} and its row in the log differ in {', '.join(wrong)}"] if wrong else []
+    found += [f"{row['report']}: run {number} is not what its own result says" for number in unlike]
     return found + [f"{row['report']}: rows or predictions of run {number} are gone" for number in gone]
+
+
+def _is_as_kept(run: dict[str, Any], folder: Path) -> bool:
+    path = folder / f"run-{run['run']}" / "result.json"
+    return not path.is_file() or json.loads(path.read_bytes()) == run
 
 
 def _is_kept(run: dict[str, Any]) -> bool:
