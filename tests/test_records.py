@@ -87,7 +87,7 @@ def test_strangers_text_is_only_text(contest: Path) -> None:
     logged(contest, micro(contest), "001-ada", good_runs(1), "x | y <script>alert(1)</script> [a](b) `c` @all\n# www.d")
     table = (contest / "records" / "LEADERBOARD.md").read_text()
     (line,) = [line for line in table.splitlines() if "alert" in line]
-    assert line.count("|") == 12
+    assert line.count("|") == 11
     assert not any(text in line for text in ("<", "[", "](", "`", "@", "# ", "www."))
     assert "Ada &#60;b&#62;" in line
 
@@ -287,6 +287,14 @@ def test_two_that_append_at_once_follow_one_another(contest: Path) -> None:
         with writer:
             assert writer.wait(timeout=120) == 0
     assert len(records.read(contest, each)) == 30
+
+
+def test_a_run_beside_other_programs_is_told() -> None:
+    calm, busy, old = run_of(1, 0.9, 10.0), {**run_of(2, 0.9, 20.0), "others_cpu_s": 15.0}, run_of(3, 0.9, 10.0)
+    del old["others_cpu_s"]
+    assert report.disturbances([calm, busy, old]) == [
+        "Run 2 was disturbed: other programs used 15 s of processor time in its 20 s. Its time is no result."
+    ]
 
 
 def test_a_verification_is_logged_once(contest: Path) -> None:

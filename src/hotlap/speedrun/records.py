@@ -24,7 +24,7 @@ from hotlap.speedrun import claims, compare
 from hotlap.speedrun.leaderboard import START, Board, entry_of, page, section, with_block
 from hotlap.speedrun.ratio import Work
 from hotlap.speedrun.replay import replay
-from hotlap.speedrun.report import Report, decide_again, rules_of, summary_of
+from hotlap.speedrun.report import Report, decide_again, disturbances, rules_of, summary_of
 from hotlap.speedrun.track import Track, tracks
 
 _LOG, _TABLE, _PUBLIC, _PAGE = "log.jsonl", "LEADERBOARD.md", "records.json", "leaderboard.html"
@@ -113,6 +113,7 @@ def _row_of(contest: Path, track: Track, report: Report, path: Path) -> Row:
         "accuracies": [run["score"] for run in runs],
         "seeds": [run["seed"] for run in runs],
         "num_params": runs[0]["num_params"],
+        "num_disturbed": len(disturbances(runs)),
         **{key: report["summary"][key] for key in ("num_tokens_mean", "steps_s_mean", "usd_micros_mean")},
         "hardware": f"{report['machine']['processor']}, {track.spec.hardware.threads} threads",
         "regime": "warm",
