@@ -94,6 +94,7 @@ def run_of(number: int, score: float | None, wall_s: float, *complaints: str) ->
         "num_left_behind": 0,
         "num_tokens": None,
         "phases_s": None,
+        "others_cpu_s": 0.2,
         "protections": ["network"],
     }
 

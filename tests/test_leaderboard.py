@@ -51,6 +51,7 @@ def entry(
         is_imported=False,
         work=work,
         number=datetime.date.fromisoformat(date).toordinal() if number is None else number,
+        is_disturbed=False,
     )
 
 
@@ -152,8 +153,15 @@ def test_records_stand_in_the_readme_with_their_ratio_its_parts_and_ties() -> No
     own = "| 3 | c1-000-baseline | 1800.0 ± 0.5 s | 0.9000 | the baseline | 180,000 tokens, 112 tokens/s, 200.0 s \\* |"
     assert any(line.startswith(own) for line in lines), lines
     assert "\\* Tokens and seconds of steps as the author says them." in "\n".join(lines)
-    assert "| 1, tied | 60.0 | 0.5 | 0.9000 | 30.0x (2" in section(shown)
+    assert "| 1, tied | 60.0 ± 0.5 s | 0.9000 | 30.0x (2" in section(shown)
     assert "No record yet." in section(board()) and "| rank |" not in section(board())
+
+
+def test_a_time_that_was_disturbed_says_so_wherever_it_stands() -> None:
+    """A baseline that shared its machine is too slow, and flatters all others."""
+    shown = board(replace(entry("2026-01-01", 1800.0, name="000-baseline"), is_disturbed=True))
+    for text in (section(shown), with_block(README, [shown]), page([shown])):
+        assert "1800.0 ± 0.5 s, disturbed" in text
 
 
 def test_notes_that_say_more_seconds_of_steps_than_there_were_make_no_product() -> None:

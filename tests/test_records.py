@@ -87,7 +87,7 @@ def test_strangers_text_is_only_text(contest: Path) -> None:
     logged(contest, micro(contest), "001-ada", good_runs(1), "x | y <script>alert(1)</script> [a](b) `c` @all\n# www.d")
     table = (contest / "records" / "LEADERBOARD.md").read_text()
     (line,) = [line for line in table.splitlines() if "alert" in line]
-    assert line.count("|") == 12
+    assert line.count("|") == 11
     assert not any(text in line for text in ("<", "[", "](", "`", "@", "# ", "www."))
     assert "Ada &#60;b&#62;" in line
 
@@ -204,6 +204,24 @@ def test_a_row_that_says_other_than_its_report_is_found(change: dict[str, Any], 
     assert records.check(contest) == [f"{row['report']} and its row in the log differ in {next(iter(change))}"]
 
 
+def test_times_that_were_edited_wherever_they_are_but_in_the_run_s_own_result_are_found(contest: Path) -> None:
+    each = micro(contest)
+    runs = good_runs(30)
+    row = logged(contest, each, "001-ada", runs)
+    for run in runs:
+        folder = (contest / row["report"]).parent / f"run-{run['run']}"
+        folder.mkdir()
+        (folder / "result.json").write_text(json.dumps(run))
+    assert records.check(contest) == []
+
+    def be_faster(built: dict[str, Any]) -> None:
+        built["runs"][1]["wall_s"] = 3.0
+        built["summary"] = report.summary_of(built["runs"], 0)
+
+    forged(contest, each, {**row, "times_seconds": [30.1, 3.0, 30.3]}, be_faster)
+    assert records.check(contest) == [f"{row['report']}: run 2 is not what its own result says"]
+
+
 def test_predictions_that_were_edited_are_found(contest: Path) -> None:
     each = micro(contest)
     text = '{"text": "y", "is_right": true}\n'
@@ -269,6 +287,14 @@ def test_two_that_append_at_once_follow_one_another(contest: Path) -> None:
         with writer:
             assert writer.wait(timeout=120) == 0
     assert len(records.read(contest, each)) == 30
+
+
+def test_a_run_beside_other_programs_is_told() -> None:
+    calm, busy, old = run_of(1, 0.9, 10.0), {**run_of(2, 0.9, 20.0), "others_cpu_s": 15.0}, run_of(3, 0.9, 10.0)
+    del old["others_cpu_s"]
+    assert report.disturbances([calm, busy, old]) == [
+        "Run 2 was disturbed: other programs used 15 s of processor time in its 20 s. Its time is no result."
+    ]
 
 
 def test_a_verification_is_logged_once(contest: Path) -> None:

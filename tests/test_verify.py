@@ -314,6 +314,7 @@ def test_a_verification_that_was_cut_goes_on_with_the_seeds_it_drew(contest: Pat
     durable.remove_tree(attempt / "run-2")  # as a cut in the middle of run 2 leaves it: a seed and no result
     report = verify.verify(contest, folder, micro(contest), 3, Sources(lambda: 99, lambda: "e"), no_talk)
     assert [run["seed"] for run in report["runs"]] == [71, 72, 99]
+    assert all(run["others_cpu_s"] >= 0 for run in report["runs"])
     assert (attempt / "run-1" / "result.json").read_bytes() == first
     assert len(records.read(contest, micro(contest))) == 1
 

@@ -187,6 +187,7 @@ def verify(
     from hotlap.cli.progress import plain
     from hotlap.speedrun import remote, submission, track
     from hotlap.speedrun import verify as verifier
+    from hotlap.speedrun.report import disturbances
     from hotlap.speedrun.stopping import Stopped
 
     contest, folder = contest.absolute(), folder.absolute()
@@ -209,6 +210,8 @@ def verify(
         click.echo(f"{decision['verdict']}: {summary['time_seconds_mean']:.2f} s, score {summary['score_mean']}")
         for reason in decision["reasons"]:
             click.echo(plain(f"  {reason}"))
+        for disturbance in disturbances(report["runs"]):
+            click.echo(f"  {disturbance}")
         if chosen.is_provisional:
             click.echo("  no record: the rules of this track are provisional")
     if decision["verdict"] == "pass":

@@ -7,6 +7,7 @@ are read from end to end, so that every run starts warm.
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -97,10 +98,22 @@ def run_once(verification: Verification, number: int, seed: int) -> dict[str, An
     durable.make_dirs(folder / "train")
     bounds = verification.bounds(float(track.spec.limits.time_limit_s))
     started_at = clock.utc_text(clock.wall_s())
+    busy_before_s = _busy_s()
     ran = sandbox.run(program, bounds, folder / "train", track.spec.verification.protections, verification.stops)
+    others_cpu_s = max(0.0, _busy_s() - busy_before_s - ran.cpu_s)
     durable.replace(folder / "train.log", ran.log.encode(errors="replace"))
     inputs.require_base_model(track, verification.model)
-    return _judged(verification, number, seed, ran) | {"started_at": started_at, **_inside(verification, ran)}
+    facts = {"started_at": started_at, "others_cpu_s": others_cpu_s, **_inside(verification, ran)}
+    return _judged(verification, number, seed, ran) | facts
+
+
+def _busy_s() -> float:
+    """Processor seconds that this machine has spent on anything since it started, those its host took included."""
+    user, nice, system, _idle, _waiting, *interrupts_and_stolen = (
+        Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+    )
+    ticks = sum(map(int, (user, nice, system, *interrupts_and_stolen)))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _judged(verification: Verification, number: int, seed: int, ran: sandbox.Ran) -> dict[str, Any]:

@@ -95,12 +95,28 @@ def t_test_p(values: Sequence[float], target: float) -> float:
 
 def welch_p(first: Sequence[float], second: Sequence[float]) -> float:
     """Two-sided: the chance of means this far apart if both came from one mean."""
-    errors = [statistics.variance(values) / len(values) for values in (first, second)]
+    error, freedom = welch_error(first, second)
     gap = abs(statistics.fmean(first) - statistics.fmean(second))
-    if sum(errors) == 0.0:
+    if error == 0.0:
         return 1.0 if gap == 0.0 else 0.0
+    return 2 * t_tail(gap / error, freedom)
+
+
+def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the first mean less the second."""
+    error, freedom = welch_error(first, second)
+    gap = statistics.fmean(first) - statistics.fmean(second)
+    half = t_quantile(0.025, freedom) * error if error else 0.0
+    return gap - half, gap + half
+
+
+def welch_error(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """The standard error of the difference of two means, and its degrees of freedom (0 where nothing varies)."""
+    errors = [statistics.variance(values) / len(values) for values in (first, second)]
+    if sum(errors) == 0.0:
+        return 0.0, 0.0
     freedom = sum(errors) ** 2 / sum(e**2 / (len(v) - 1) for e, v in zip(errors, (first, second), strict=True))
-    return 2 * t_tail(gap / math.sqrt(sum(errors)), freedom)
+    return math.sqrt(sum(errors)), freedom
 
 
 def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:

@@ -42,6 +42,8 @@ class Entry:
     """What its runs do in their steps, as far as that is known."""
     number: int
     """Its row in the track's log."""
+    is_disturbed: bool
+    """Whether the machine did something else too while it was measured."""
 
     @property
     def time_s(self) -> float:
@@ -50,6 +52,10 @@ class Entry:
     @property
     def spread_s(self) -> float:
         return statistics.stdev(self.times_s)
+
+    @property
+    def time(self) -> str:
+        return f"{self.time_s:.1f} ± {self.spread_s:.1f} s{', disturbed' if self.is_disturbed else ''}"
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,7 @@ def entry_of(rank: int, row: dict[str, Any], number: int, work: Work | None) -> 
         is_imported=row["kind"] == "imported",
         work=work,
         number=number,
+        is_disturbed=bool(row.get("num_disturbed")),
     )
 
 
@@ -126,12 +133,12 @@ def section(board: Board) -> str:
         *(["", "These rules are provisional: nothing here is a record yet."] if board.is_provisional else []),
     ]
     if board.entries:
-        head = ("rank", "time s", "spread s", "score", "over baseline", "cost", "by", "what", "when", "start", "proof")
+        head = ("rank", "time", "score", "over baseline", "cost", "by", "what", "when", "start", "proof")
         lines += ["", f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     elif not board.is_provisional:
         lines += ["", "No record yet."]
     for entry in board.entries:
-        numbers = [board.place_of(entry), f"{entry.time_s:.1f}", f"{entry.spread_s:.1f}", f"{entry.score:.4f}"]
+        numbers = [board.place_of(entry), entry.time, f"{entry.score:.4f}"]
         numbers += [over_baseline(board, entry) or "-", entry.cost]
         words = [escaped(entry.author), escaped(entry.description), entry.date, entry.regime, escaped(entry.proof)]
         lines.append("| " + " | ".join([*numbers, *words]) + " |")
@@ -215,7 +222,7 @@ def _readme_table(board: Board) -> list[str]:
     ]
     for entry in board.ours:
         cells = [board.place_of(entry), escaped(entry.submission)]
-        cells += [f"{entry.time_s:.1f} ± {entry.spread_s:.1f} s", f"{entry.score:.4f}"]
+        cells += [entry.time, f"{entry.score:.4f}"]
         cells += [over_baseline(board, entry) or "-", product(board, entry) or "-"]
         lines.append("| " + " | ".join([*cells, escaped(entry.author), entry.date]) + " |")
     return lines
@@ -258,7 +265,7 @@ def _html_of(board: Board) -> str:
     heads = "".join(f'<th class="n">{name}</th>' for name in ("rank", "time", "score", "over baseline", "cost"))
     lines.append(f"<table><tr>{heads}<th>by</th><th>what</th><th>when</th><th>start</th></tr>")
     for entry in board.entries:
-        numbers = [board.place_of(entry), f"{entry.time_s:.1f} ± {entry.spread_s:.1f} s", f"{entry.score:.4f}"]
+        numbers = [board.place_of(entry), entry.time, f"{entry.score:.4f}"]
         numbers += [over_baseline(board, entry) or "-", entry.cost]
         words = (entry.author, entry.description, entry.date, entry.regime)
         cells = "".join(f'<td class="n">{number}</td>' for number in numbers)

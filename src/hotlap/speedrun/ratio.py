@@ -1,11 +1,10 @@
 """How much faster than the baseline, with an interval, and by what: fewer tokens, more tokens/s, smaller fixed cost."""
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hotlap.speedrun.compare import t_quantile
+from hotlap.speedrun.compare import welch_interval
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,5 @@ def factors(baseline_s: float, baseline: Work, time_s: float, work: Work) -> Fac
 
 def ratio_interval(baseline: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
     """The 95 % interval of the ratio of two geometric means, by Welch's test of the logarithms."""
-    logs = [[math.log(value) for value in values] for values in (baseline, times)]
-    errors = [statistics.variance(values) / len(values) for values in logs]
-    middle = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
-    if sum(errors) == 0.0:
-        return math.exp(middle), math.exp(middle)
-    freedom = sum(errors) ** 2 / sum(e**2 / (len(v) - 1) for e, v in zip(errors, logs, strict=True))
-    half = t_quantile(0.025, freedom) * math.sqrt(sum(errors))
-    return math.exp(middle - half), math.exp(middle + half)
+    low, high = welch_interval(*([math.log(value) for value in values] for values in (baseline, times)))
+    return math.exp(low), math.exp(high)

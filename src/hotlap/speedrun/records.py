@@ -24,7 +24,7 @@ from hotlap.speedrun import claims, compare
 from hotlap.speedrun.leaderboard import START, Board, entry_of, page, section, with_block
 from hotlap.speedrun.ratio import Work
 from hotlap.speedrun.replay import replay
-from hotlap.speedrun.report import Report, decide_again, rules_of, summary_of
+from hotlap.speedrun.report import Report, decide_again, disturbances, rules_of, summary_of
 from hotlap.speedrun.track import Track, tracks
 
 _LOG, _TABLE, _PUBLIC, _PAGE = "log.jsonl", "LEADERBOARD.md", "records.json", "leaderboard.html"
@@ -113,6 +113,7 @@ def _row_of(contest: Path, track: Track, report: Report, path: Path) -> Row:
         "accuracies": [run["score"] for run in runs],
         "seeds": [run["seed"] for run in runs],
         "num_params": runs[0]["num_params"],
+        "num_disturbed": len(disturbances(runs)),
         **{key: report["summary"][key] for key in ("num_tokens_mean", "steps_s_mean", "usd_micros_mean")},
         "hardware": f"{report['machine']['processor']}, {track.spec.hardware.threads} threads",
         "regime": "warm",
@@ -271,14 +272,21 @@ def _check_report(contest: Path, track: Track, row: Row) -> list[str]:
         report: Report = json.loads(path.read_bytes())
         require_consistent(track, report)
         gone = [run["run"] for run, score in zip(report["runs"], again, strict=True) if score is None and _is_kept(run)]
+        unlike = [run["run"] for run in report["runs"] if not _is_as_kept(run, path.parent)]
         expected = _row_of(contest, track, report, path)
     except CorruptFile as error:
         return [str(error)]
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, ValueError) as error:
         return [f"{row['report']} is no report of a verification: {type(error).__name__} {error}"]
     wrong = sorted(key for key in expected if row.get(key) != expected[key])
     found = [f"{row['report']} and its row in the log differ in {', '.join(wrong)}"] if wrong else []
+    found += [f"{row['report']}: run {number} is not what its own result says" for number in unlike]
     return found + [f"{row['report']}: rows or predictions of run {number} are gone" for number in gone]
+
+
+def _is_as_kept(run: dict[str, Any], folder: Path) -> bool:
+    path = folder / f"run-{run['run']}" / "result.json"
+    return not path.is_file() or json.loads(path.read_bytes()) == run
 
 
 def _is_kept(run: dict[str, Any]) -> bool:

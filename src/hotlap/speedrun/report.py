@@ -17,6 +17,7 @@ from hotlap.speedrun.submission import Submission
 from hotlap.speedrun.track import GeneratedData, LossMetric, Track
 
 Report = dict[str, Any]
+_UNDISTURBED = 0.1
 IDENTITY = ("name", "author", "github", "description")
 _MARKUP = {ord(char): f"&#{ord(char)};" for char in "&<>\\`*_{}[]()#+!|~@:$"}
 
@@ -102,6 +103,18 @@ def summary_of(results: Sequence[dict[str, Any]], usd_micros_per_hour: int) -> d
     }
 
 
+def disturbances(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """Runs beside which the machine did something else too, so that their times are too long: a ratio to a
+    baseline that was disturbed flatters."""
+    told: list[str] = []
+    for run in runs:
+        others_s = run.get("others_cpu_s") or 0.0  # runs that were finished before hotlap asked do not say it
+        if others_s > _UNDISTURBED * run["wall_s"] + 1.0:
+            what = f"other programs used {others_s:.0f} s of processor time in its {run['wall_s']:.0f} s"
+            told.append(f"Run {run['run']} was disturbed: {what}. Its time is no result.")
+    return told
+
+
 def _phases(runs: Sequence[dict[str, Any]]) -> str:
     """A recipe's timeline in words; "" for a program, of which only its whole time is known."""
     told = [run["phases_s"] for run in runs if run.get("phases_s")]
@@ -131,6 +144,7 @@ def to_markdown(report: Report) -> str:
         "",
         *(f"- {escaped(reason)}" for reason in decision["reasons"]),
         *(f"- {escaped(claim)}" for claim in report["differing_claims"]),
+        *(f"- {disturbance}" for disturbance in disturbances(report["runs"])),
         *(["- These rules are provisional: this is no record."] if report["is_provisional"] else []),
         f"- By {escaped(entry['author'])}: {escaped(entry['description'])}",
         f"- Code `{entry['code_sha256']}`, track `{report['track_sha256']}`, {report['date']}",
