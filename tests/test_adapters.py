@@ -348,6 +348,17 @@ def test_a_warm_start_from_something_else_is_refused(zygote: Zygote, make_config
     other = zygote.run(make_config(run="other", train__max_steps=2, lora={"rank": 8, "init_from": str(start)}))
     assert other.status == 2
     assert "lora.init_from" in other.result()["message"] and "(4, " in other.result()["message"]
+    for name, lora in (("alpha", {"rank": 4, "alpha": 16.0}), ("rslora", {"rank": 4, "alpha": 8.0, "rslora": True})):
+        scaled = zygote.run(make_config(run=name, train__max_steps=2, lora={**lora, "init_from": str(start)}))
+        assert (scaled.status, scaled.result()["reason"]) == (2, "config"), scaled.talk()
+        assert "was trained at a scale of 2, and lora.alpha and lora.rslora of this run make 4" in scaled.talk()
+    half = tmp_path / "half"
+    half.mkdir()
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        data = (start / file).read_bytes()
+        (half / file).write_bytes(data[: len(data) // 2])
+    broken = zygote.run(make_config(run="broken", train__max_steps=2, lora__init_from=str(half)))
+    assert (broken.status, broken.result()["reason"]) == (2, "config"), broken.talk()
     absent = zygote.run(make_config(run="absent", lora__init_from=str(tmp_path / "nothing")))
     assert (absent.status, absent.result()["reason"]) == (2, "missing")
 

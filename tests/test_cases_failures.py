@@ -263,7 +263,7 @@ def test_b55_a_loss_of_exactly_zero_is_said_to_be_suspicious(zygote: Zygote, mak
 
 def test_b55_and_is_no_success_if_nothing_was_learned(zygote: Zygote, make_config: MakeConfig):
     config = make_config(train__max_steps=5)
-    process = zygote.run(config, TOLD, TEST_LOSS="0*")
+    process = zygote.run(config, TOLD, TEST_LOSS="0*", TEST_PUBLISH_IN_STEP="1")
     assert "every LoRA B is zero after 5 updates" in failed(process, 4, "audit")
     assert "which is suspicious" in process.talk()
     assert newest(config).step == 0

@@ -247,6 +247,20 @@ class Capped:
         return self.processes[number].result()["timeline"]["num_steps"]
 
 
+def test_a_first_save_that_was_given_up_is_no_reason_to_keep_a_fifth_of_the_cap(
+    zygote: Zygote, make_config: Callable[..., RunConfig]
+) -> None:
+    """How long a save takes was never measured then, but for how long that one had; the next slice's steps are
+    finished after a stop signal as ever, and it ends no earlier."""
+    config = make_config(train__max_steps=30)
+    first = zygote.run(config, TOLD, TEST_STOP_AT="2", TEST_WRITE_S="1.5")
+    assert (first.status, first.result()["step"]) == (75, 2), first.talk()
+    (checkpoint,) = config.run_folder.glob("checkpoints/step-*/manifest.json")
+    assert 0.0 < json.loads(checkpoint.read_bytes())["facts"]["publish_s"] < 2.0
+    again = zygote.run(config, TOLD, TEST_STOP_AT="5")
+    assert (again.status, again.result()["step"]) == (75, 5), again.talk()
+
+
 EVALUATES = {"data__eval_examples": 4, "eval__every_steps": 3, "train__max_steps": 24}
 """Three steps of 2 s, then an evaluation of 8 s: too much for the rest of 14 s, and not for a whole slice."""
 

@@ -183,6 +183,11 @@ def test_an_adapter_of_another_model_is_refused(tiny_model: Path, adapter: Path)
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": 3}))
     with pytest.raises(errors.AuditFailed, match="does not fit"):
         answers(tiny_model, adapter)
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(errors.AuditFailed, match=r"does not fit .*incomplete metadata"):
+        answers(tiny_model, adapter)
 
 
 # --- which adapter ---

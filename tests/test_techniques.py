@@ -429,6 +429,41 @@ def test_a_cut_run_has_the_bits_of_the_uncut_one(
     assert state_of(RunFolder(config.run_folder)) == whole
 
 
+BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "staged, 8-bit moments": (PAIRED["staged"], {"optim__kind": "adamw8bit", "lora__rank": 64}),
+    "staged and chunked, dora, lora+": (
+        PAIRED["staged"] | PAIRED["chunked"],
+        {"lora__dora": True, "optim__lora_plus_ratio": 4.0, "slice__gradient_checkpointing": True},
+    ),
+    "fused and prepacked, pissa, a short last step": (
+        PAIRED["fused"] | PAIRED["prepacked"],
+        {"lora__init": "pissa", "lora__rslora": True, "train__max_steps": None, "train__epochs": 0.95},
+    ),
+    "prepacked and chunked, dropout, noise, head in full": (
+        PAIRED["prepacked"] | PAIRED["chunked"],
+        {"lora__dropout": 0.2, "train__neftune_alpha": 5.0, "lora__modules_to_save": ["lm_head"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_other_switches_a_cut_run_has_the_bits_of_the_uncut_one(
+    zygote: Zygote, tiny_model: Path, f3: Path, tmp_path: Path, name: str
+) -> None:
+    techniques, changes = BESIDE[name]
+    settings: dict[str, Any] = {"train__max_steps": 9, "data__eval_examples": 6, "eval__every_steps": 4}
+    settings |= {"lora__dropout": 0.0, **changes}
+    whole, cut = (
+        tiny_config(tiny_model, f3, tmp_path / each, techniques=techniques, **settings) for each in ("whole", "cut")
+    )
+    assert finish(zygote, whole) == 1
+    for step in (4, 7):
+        process = zygote.run(cut, "patches:as_told", TEST_STOP_AT=str(step))
+        assert (process.status, process.result()["step"]) == (75, step), process.talk()
+    assert finish(zygote, cut) == 1
+    assert state_of(RunFolder(cut.run_folder)) == state_of(RunFolder(whole.run_folder))
+
+
 @pytest.mark.parametrize("names", COMBINATIONS, ids="+".join)
 def test_stock_peft_gives_our_logits(
     zygote: Zygote, tiny_model: Path, f3: Path, scratch: Path, names: tuple[str, ...]

@@ -1,10 +1,12 @@
 """Base model, adapter and optimizer of a run, put together as its identity and its configuration say."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from hotlap import artifacts
 from hotlap.data.render import Renderer
@@ -108,11 +110,24 @@ def _warm_start(adapted: model.AdaptedModel, folder: Path) -> None:
     path = folder / model.ADAPTER_FILE
     try:
         model.load_parameters(adapted.saved, model.load_tensors(path), path)
+        scale, ours = _scale_of(folder / model.ADAPTER_CONFIG_FILE), adapted.scale
     except AuditFailed as error:
         raise ConfigError(
             f"lora.init_from: {error} Its rank, target modules and kind must be those of this run's lora settings."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ConfigError(
-            f"lora.init_from: {path} cannot be read: {error}. Give the folder of a PEFT adapter."
+            f"lora.init_from: {folder} cannot be read: {error}. Give the folder of a PEFT adapter."
         ) from None
+    if not math.isclose(scale, ours, rel_tol=1e-6):
+        raise ConfigError(
+            f"lora.init_from: the adapter in {folder} was trained at a scale of {scale:g}, and lora.alpha and "
+            f"lora.rslora of this run make {ours:g}: it would begin with another update than the one that was learned."
+        )
+
+
+def _scale_of(path: Path) -> float:
+    fields = json.loads(path.read_bytes())
+    if fields.get("alpha_pattern"):
+        raise ValueError("its modules have scales of their own (alpha_pattern)")
+    return fields["lora_alpha"] / (math.sqrt(fields["r"]) if fields.get("use_rslora") else fields["r"])

@@ -82,6 +82,7 @@ def answers(order: Order) -> Iterator[dict[str, Any]]:
 
 def _load(order: Order) -> Any:
     from peft import PeftModel
+    from safetensors import SafetensorError
 
     from hotlap.train.base import load_base
 
@@ -92,7 +93,7 @@ def _load(order: Order) -> Any:
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     try:
         return PeftModel.from_pretrained(base, str(order.adapter)).eval()
-    except (RuntimeError, ValueError, KeyError) as error:
+    except (RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise AuditFailed(
             f"The adapter in {order.adapter} does not fit the model in {order.model_folder}: {error}. "
             f"Name the base model that it was trained on."

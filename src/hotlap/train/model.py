@@ -1,6 +1,7 @@
 """The base model with its adapter: load, attach LoRA, name its parameters, save as standard PEFT."""
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -81,6 +82,12 @@ class AdaptedModel:
     def starts_from_base(self) -> bool:
         """Whether the adapter's first values were taken out of the base's weights."""
         return self.peft_model.peft_config["default"].init_lora_weights == "pissa"  # pyright: ignore
+
+    @property
+    def scale(self) -> float:
+        """What an adapter's update is multiplied with."""
+        settings: Any = self.peft_model.peft_config["default"]
+        return settings.lora_alpha / (math.sqrt(settings.r) if settings.use_rslora else settings.r)
 
     @property
     def has_grown(self) -> bool:

@@ -82,14 +82,16 @@ class Publisher:
         self._error: BaseException | None = None
         self._slowest_s: float | None = None
         self._slowest_before_s: float | None = None
+        self._given_up_after_s = 0.0
         self._num_bytes = 65_536 + sum(3 * parameter.nbytes for parameter in parameters.values())
         self.published: tuple[int, int] | None = None
         """`key` of the newest state that is published."""
 
     @property
     def measured_s(self) -> float | None:
-        """How long a publish takes: the slowest of this slice, or else of the one before."""
-        return self._slowest_s or self._slowest_before_s
+        """How long a publish takes: the slowest of this slice, or else of the one before; at least as long as one had
+        taken that was given up."""
+        return max(self._slowest_s or self._slowest_before_s or 0.0, self._given_up_after_s) or None
 
     def take_up(self, published: tuple[int, int], measured_s: float | None) -> None:
         """Go on from what an earlier slice published and measured."""
@@ -189,6 +191,8 @@ class Publisher:
             )
         except BaseException as error:  # noqa: BLE001  (raised again in the thread that waits)
             self._error = error
+            if isinstance(error, Cancelled):
+                self._given_up_after_s = max(self._given_up_after_s, clock.monotonic_s() - self._began_s)
             return
         self._slowest_s = max(self._slowest_s or 0.0, clock.monotonic_s() - self._began_s)
         self.published = snapshot.key
