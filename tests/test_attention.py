@@ -144,6 +144,26 @@ def test_b15_a_kernel_for_varying_lengths_gives_the_mask_s_loss_and_gradients(
     assert np.isfinite(loss_in_this_mode(ours, data))
 
 
+def test_laying_rows_flat_asks_the_device_for_nothing() -> None:
+    """On a device whose tensors have no values to give."""
+    import torch
+
+    from hotlap.train.attention import flatten
+    from hotlap.train.masks import positions_of
+
+    segments_BT = torch.tensor([[1] * 5 + [2] * 6 + [0] * 2, [1] * 9 + [2] * 4], dtype=torch.int32)
+    flat = flatten(segments_BT, positions_of(segments_BT), torch.device("meta"))
+    tokens_BT = torch.empty(2, 13, dtype=torch.int64, device="meta")
+    assert flat.gathered(tokens_BT).shape == (1, 24)
+    assert flat.spread(torch.empty(1, 24, 8, device="meta")).shape == (2, 13, 8)
+    arguments = flat.arguments_for("flash")
+    assert arguments["max_length_q"] == 9 and arguments["cu_seq_lens_q"].shape == (5,)
+    here = flatten(segments_BT, positions_of(segments_BT), torch.device("cpu"))
+    assert here.ends_E.tolist() == [0, 5, 11, 20, 24]
+    assert here.lengths_1N.tolist() == [[5] * 5 + [6] * 6 + [9] * 9 + [4] * 4]
+    assert here.spread(here.gathered(segments_BT)[..., None].float())[..., 0].tolist() == segments_BT.tolist()
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "gemma4"])
 def test_each_family_attends_in_each_example_by_itself_as_by_a_mask(family: str, tmp_path: Path) -> None:
     """Fewer keys than queries, windows in some layers, layers that share keys."""

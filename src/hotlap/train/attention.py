@@ -77,43 +77,52 @@ def kernel_here(wanted: str, precision: str, device: torch.device) -> tuple[str,
 
 @dataclass(frozen=True)
 class Flat:
-    """The tokens of rows one behind another, without padding."""
+    """The tokens of rows one behind another, without padding. Its tensors are on the model's device, and nothing asks
+    that for a value."""
 
-    is_token_BT: torch.Tensor
+    num_rows: int
+    places_N: torch.Tensor
+    """Where the tokens are, counted through all rows."""
+
     positions_1N: torch.Tensor
+    lengths_1N: torch.Tensor
+    """How long each token's example is."""
+
     ends_E: torch.Tensor
     """Where examples begin and end: 0, then the place behind each."""
 
-    @property
-    def lengths_1N(self) -> torch.Tensor:
-        """How long each token's example is."""
-        lengths_E = self.ends_E.diff()
-        return lengths_E.repeat_interleave(lengths_E)[None]
+    longest: int
+    row_length: int
 
     def arguments_for(self, kernel: str) -> dict[str, Any]:
         """What transformers hands to the kernel. Asking for determinism is part of a run's promise to repeat."""
-        longest = int(self.ends_E.diff().max())
-        both = {f"cu_seq_lens_{side}": self.ends_E for side in "qk"} | {f"max_length_{side}": longest for side in "qk"}
+        both = {f"cu_seq_lens_{side}": self.ends_E for side in "qk"}
+        both |= {f"max_length_{side}": self.longest for side in "qk"}
         # Of a mask with four dimensions transformers takes it that it is ready; without one it would make its own.
         mask = None if kernel == "flash" else torch.ones(1, 1, 1, 1, dtype=torch.bool)
         return {**both, "attention_mask": mask, "position_ids": self.positions_1N, "deterministic": True}
 
     def gathered(self, values_BT: torch.Tensor) -> torch.Tensor:
-        return values_BT[self.is_token_BT][None]
+        return values_BT.flatten().index_select(0, self.places_N)[None]
 
     def spread(self, hidden_1ND: torch.Tensor) -> torch.Tensor:
         """Back in rows; padding is 0."""
-        hidden_BTD = hidden_1ND.new_zeros(*self.is_token_BT.shape, hidden_1ND.shape[-1])
-        hidden_BTD[self.is_token_BT] = hidden_1ND[0]
-        return hidden_BTD
+        num_D = hidden_1ND.shape[-1]
+        hidden_ND = hidden_1ND.new_zeros(self.num_rows * self.row_length, num_D)
+        return hidden_ND.index_copy(0, self.places_N, hidden_1ND[0]).view(self.num_rows, self.row_length, num_D)
 
 
-def flatten(segments_BT: torch.Tensor, positions_BT: torch.Tensor) -> Flat:
-    is_token_BT = segments_BT > 0
-    positions_N = positions_BT[is_token_BT]
+def flatten(segments_BT: torch.Tensor, positions_BT: torch.Tensor, device: torch.device) -> Flat:
+    """Of segments and positions on the host, for a model on the device."""
+    places_N = (segments_BT > 0).flatten().nonzero()[:, 0]
+    positions_N = positions_BT.flatten()[places_N]
     begins = (positions_N == 0).nonzero()[:, 0]
     ends_E = torch.cat([begins, begins.new_tensor([len(positions_N)])]).to(torch.int32)
-    return Flat(is_token_BT, positions_N[None], ends_E)
+    lengths_E = ends_E.diff()
+    tensors = (places_N, positions_N[None], lengths_E.repeat_interleave(lengths_E)[None], ends_E)
+    places_N, positions_1N, lengths_1N, ends_E = (each.to(device, non_blocking=True) for each in tensors)
+    num_rows, row_length = segments_BT.shape
+    return Flat(num_rows, places_N, positions_1N, lengths_1N, ends_E, int(lengths_E.max()), row_length)
 
 
 def attend_by_example(

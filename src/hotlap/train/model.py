@@ -97,11 +97,13 @@ class AdaptedModel:
     def hidden(self, tokens_BT: torch.Tensor, segments_BT: torch.Tensor) -> torch.Tensor:
         """Last hidden states `[B, T, D]`. A token sees only earlier ones of its own example, and in layers with a
         sliding window no more than that of them; positions restart."""
+        segments_BT = segments_BT.cpu()  # where a batch has them: finding places there makes no device answer
         positions_BT = positions_of(segments_BT)
         if self._kernel in attention.FLAT:
-            flat = attention.flatten(segments_BT, positions_BT)
+            flat = attention.flatten(segments_BT, positions_BT, self.device)
             self._lengths_BT = flat.lengths_1N
             return flat.spread(self._decoded(flat.gathered(tokens_BT), flat.arguments_for(self._kernel)))
+        segments_BT, positions_BT = (each.to(self.device, non_blocking=True) for each in (segments_BT, positions_BT))
         self._lengths_BT = (segments_BT[:, :, None] == segments_BT[:, None, :]).sum(dim=-1)
         mask = self._flex_mask(segments_BT) if self._kernel == "flex" else self._mask(segments_BT)
         return self._decoded(tokens_BT, {"attention_mask": mask, "position_ids": positions_BT})

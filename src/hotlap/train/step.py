@@ -74,8 +74,8 @@ def batch_loss(
     predicts_N = predicts_BT.flatten().nonzero().flatten()
     next_N = next_BT.flatten()[predicts_N]
     attended_BT = (batch.segments_BT > 0).to(batch.segments_BT.dtype) if is_open else batch.segments_BT
-    tokens_BT, attended_BT, predicts_N, next_N = (
-        given.to(model.device, non_blocking=True) for given in (batch.tokens_BT, attended_BT, predicts_N, next_N)
+    tokens_BT, predicts_N, next_N = (
+        given.to(model.device, non_blocking=True) for given in (batch.tokens_BT, predicts_N, next_N)
     )
     hidden_BTD = (hidden_of or model.hidden)(tokens_BT, attended_BT)
     return loss.summed_loss(model.head, hidden_BTD.flatten(0, 1).index_select(0, predicts_N), next_N, model.loss_chunk)
