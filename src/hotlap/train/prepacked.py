@@ -169,7 +169,8 @@ def why_not(model: torch.nn.Module) -> str | None:
 
 def has_bfloat16_units() -> bool:
     """oneDNN's products in bfloat16 are slower than torch's where the processor only emulates them."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    able = getattr(torch.cpu, "get_capabilities", dict)()  # torch before 2.10 does not tell
+    return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
 
 
 def prepack(model: PeftModel, done: Iterable[torch.nn.Module], layouts: Layouts) -> None:
