@@ -4,9 +4,11 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import openapi
 import pytest
 import sshd
 from fixtures_data import f3_rows, write_jsonl
@@ -49,6 +51,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "home"
     monkeypatch.setenv("HOTLAP_HOME", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def requests_are_the_providers() -> Iterator[None]:
+    """Where the provider's API file is, no test may send a request that it does not describe."""
+    with openapi.holding_every_client() if openapi.SPEC.exists() else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")

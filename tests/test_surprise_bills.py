@@ -98,7 +98,7 @@ def answering(answer: Callable[[BaseHTTPRequestHandler], None]) -> Generator[Run
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    client = Runpod("key", f"http://127.0.0.1:{server.server_address[1]}", sleep_s=lambda _s: None)
+    client = Runpod("key", f"http://127.0.0.1:{server.server_address[1]}/v2", sleep_s=lambda _s: None)
     try:
         yield client
     finally:
