@@ -208,6 +208,31 @@ def test_no_server_is_a_provider_s_failure_without_the_keys() -> None:
     assert not any(key in str(raised.value) for key in KEYS)
 
 
+def test_a_copy_in_a_folder_that_was_cut_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(volume, "CHUNK_BYTES", 1000)
+    data = some_bytes(5500)
+    (tmp_path / "source").write_bytes(data)
+    (tmp_path / "volume").mkdir()
+    there, append, chunks = FolderVolume(tmp_path / "volume"), durable.disk.append, list[int]()
+
+    def dying(path: Path, chunk: bytes) -> None:
+        if len(chunks) == 2:
+            raise KeyboardInterrupt
+        chunks.append(len(chunk))
+        append(path, chunk)
+
+    monkeypatch.setattr(durable.disk, "append", dying)
+    with pytest.raises(KeyboardInterrupt):
+        there.put(tmp_path / "source", "sub/x")
+    assert there.ls() == []
+    chunks[:] = []
+    monkeypatch.setattr(durable.disk, "append", lambda path, chunk: (chunks.append(len(chunk)), append(path, chunk)))
+    assert there.put(tmp_path / "source", "sub/x") is True
+    assert chunks == [1000, 1000, 1000, 500]
+    assert there.ls() == [Item("sub/x", 5500)] and (tmp_path / "volume" / "sub" / "x").read_bytes() == data
+    assert there.put(tmp_path / "source", "sub/x") is False
+
+
 def test_no_key_leads_out_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "volume").mkdir()
     (tmp_path / "secret").write_text("s")

@@ -7,6 +7,7 @@ a volume too, for the local provider.
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -25,6 +26,7 @@ CHUNK_BYTES = 4 << 20
 """Of what is read at once."""
 
 _HASH = "sha256"
+_PART = re.compile(r"\..+\.[0-9a-f]{12}\.part")
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class FolderVolume:
     def ls(self, prefix: str = "") -> list[Item]:
         root, top = self._root.resolve(), self.place(prefix)
         files = [top] if top.is_file() else sorted(path for path in top.rglob("*") if path.is_file())
+        files = [path for path in files if not _PART.fullmatch(path.name)]
         return [Item(path.relative_to(root).as_posix(), path.stat().st_size) for path in files]
 
     def put(self, source: Path, key: str) -> bool:
@@ -151,10 +154,16 @@ class FolderVolume:
 
 
 def _copy(source: Path, target: Path) -> bool:
-    if target.is_file() and durable.sha256_file(target) == durable.sha256_file(source):
+    digest = durable.sha256_file(source)
+    if target.is_file() and durable.sha256_file(target) == digest:
         return False
-    durable.make_dirs(target.parent)
-    durable.replace(target, source.read_bytes())
+    part, num_here = begun(target, digest)
+    durable.require_free(target.parent, source.stat().st_size - num_here)
+    with source.open("rb") as file:
+        file.seek(num_here)
+        while chunk := file.read(CHUNK_BYTES):
+            durable.disk.append(part, chunk)
+    finish(part, target, digest, str(source))
     return True
 
 
