@@ -196,7 +196,9 @@ def test_b50_a_second_ctrl_c_ends_it_at_once_and_what_was_saved_stays(stopped: d
     assert len(torn) == 1
     process = zygote.run(each.config, TOLD, TEST_STOP_AT="3")
     assert process.status == 75, process.talk()
-    assert checkpoints_of(each.config)[-1] == 3, "the torn one is gone"
+    # A step that the slow save before leaves no time for is given up at a stop.
+    assert checkpoints_of(each.config)[-1] == process.result()["step"] in (2, 3)
+    assert not any(path.name.startswith(".staging") for path in run.checkpoints.iterdir()), "the torn one is gone"
 
 
 def test_b50_stopped_in_the_last_write_the_results_are_left_to_the_next_slice(
