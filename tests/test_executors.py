@@ -31,7 +31,10 @@ def ray_of_two(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
 
     before = os.environ.get("HOTLAP_HOME")
     os.environ["HOTLAP_HOME"] = str(tmp_path_factory.mktemp("nodes"))
+    # As in the background of a shell, whose children ignore what Ray cancels with.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
+    signal.signal(signal.SIGINT, handler)
     yield
     ray.shutdown()
     os.environ.pop("HOTLAP_HOME") if before is None else os.environ.update(HOTLAP_HOME=before)

@@ -118,6 +118,8 @@ def _files_of(trial: Trial) -> dict[str, bytes]:
 @ray.remote
 def _run(trial: Trial, files: dict[str, bytes]) -> tuple[Row, dict[str, bytes], str]:
     """On a node: the trial's fields, what it left, and which node this is."""
+    # Ray cancels by an interrupt, which workers ignore where their cluster was started in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = hotlap_home() / "trials" / f"{trial.run_id}-{os.getpid()}"
     durable.make_dirs(folder)
     try:
