@@ -128,32 +128,6 @@ def test_a_stop_is_told_as_one(make: Make, tmp_path: Path) -> None:
     assert ending.was_stopped and ending.fields["status"] == "killed"
 
 
-def test_a_stop_that_ray_loses_is_asked_for_again(
-    ray_of_two: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hotlap.research import ray_executor
-
-    bench, stops, asked = Bench(tmp_path), child.Stops(), list[object]()
-    cancel = ray_executor.ray.cancel
-
-    def losing_the_first(ref: object, **how: Any) -> None:
-        asked.append(ref)
-        if len(asked) > 1:
-            cancel(ref, **how)
-
-    monkeypatch.setattr(ray_executor, "_ASK_AGAIN_S", 0.1)
-    executor = ray_executor.RayExecutor(stops)
-    try:
-        executor.submit(bench.trial("r1", "hang"))
-        wait_until(lambda: pids_of("r1", tmp_path))
-        monkeypatch.setattr(ray_executor.ray, "cancel", losing_the_first)
-        stops.handle(signal.SIGTERM, None)
-        ending = executor.next_ended()
-    finally:
-        executor.close()
-    assert len(asked) > 1 and ending.was_stopped and ending.fields["status"] == "killed"
-
-
 def pids_of(run_id: str, folder: Path) -> list[int]:
     """Processes that work on a run: in the test's folder here, or in the nodes' beside it."""
     place = str(folder.parent)

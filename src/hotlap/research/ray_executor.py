@@ -23,7 +23,6 @@ from hotlap.research.executor import NUMBERS, Ending, Trial, run_trial
 from hotlap.research.history import Row
 
 _PATIENCE_S = 10.0
-_ASK_AGAIN_S = 5.0
 _TAIL = 2000
 
 
@@ -40,7 +39,7 @@ class RayExecutor:
         if self._was_ours:  # the cluster of RAY_ADDRESS, or a new one on this machine
             ray.init(log_to_driver=False, include_dashboard=None)
         self._pending: dict[Any, Trial] = {}
-        self._asked_to_stop: dict[Any, float] = {}
+        self._asked_to_stop: set[Any] = set()
         self._node_of_pair: dict[str, str] = {}
 
     def submit(self, trial: Trial) -> None:
@@ -72,14 +71,11 @@ class RayExecutor:
             ray.shutdown()
 
     def _stop_all(self) -> None:
-        """Ray raises an interrupt in the task's thread, which is lost where that thread is in code that drops it. So a
-        task that goes on is asked again; hard, after a second Ctrl-C."""
-        now_s = clock.monotonic_s()
+        """Once for every task; again, and hard, after a second Ctrl-C."""
         for ref in self._pending:
-            asked_s = self._asked_to_stop.get(ref)
-            if asked_s is None or self._stops.was_killed or now_s - asked_s >= _ASK_AGAIN_S:
+            if ref not in self._asked_to_stop or self._stops.was_killed:
                 ray.cancel(ref, force=self._stops.was_killed)
-                self._asked_to_stop[ref] = now_s
+                self._asked_to_stop.add(ref)
 
     def _ending_of(self, ref: Any) -> Ending:
         trial = self._pending.pop(ref)
