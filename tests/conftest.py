@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import openapi
 import pytest
@@ -19,6 +19,8 @@ from zygote import Zygote
 from hotlap.config import RunConfig
 
 if TYPE_CHECKING:
+    from stage import Stage
+
     from hotlap.testing.fake_modal import FakeModal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as slices have it; for torch in this process and its children
@@ -58,6 +60,23 @@ def requests_are_the_providers() -> Iterator[None]:
     """Where the provider's API file is, no test may send a request that it does not describe."""
     with openapi.holding_every_client() if openapi.SPEC.exists() else nullcontext():
         yield
+
+
+@pytest.fixture
+def stage(home: Path) -> "Iterator[Callable[..., Stage]]":
+    """`stage(*faults, ...)` opens one; all are closed at the end."""
+    from stage import Stage
+
+    home.mkdir()
+    opened: list[Stage] = []
+
+    def make(*faults: object, **options: Any) -> Stage:
+        opened.append(Stage(home, *faults, **options).__enter__())
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
 """Reports about machines that nobody ended (B59), as inputs."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from stage import CREATE, DELETE, REAPER_PERIOD_S, Killed, Life, Stage
@@ -16,20 +14,6 @@ from hotlap.testing.faults import Fault
 pytestmark = pytest.mark.long
 
 TTL_S = 150 + 120 + 10 + 30
-
-
-@pytest.fixture
-def stage(home: Path) -> Iterator[Callable[..., Stage]]:
-    home.mkdir()
-    opened: list[Stage] = []
-
-    def make(*faults: Fault, **options: Any) -> Stage:
-        opened.append(Stage(home, *faults, **options).__enter__())
-        return opened[-1]
-
-    yield make
-    for each in opened:
-        each.__exit__(None, None, None)
 
 
 def test_b59a_a_limit_that_the_provider_does_not_keep_is_not_counted_on() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage import CAP_S, CREATE, DELETE, GPU, LOGS, OWNER, PROOF_S, REAPER_PERIOD_S, Killed, Life, Stage
+from stage import CAP_S, CREATE, DELETE, GPU, LOGS, OWNER, PROOF_S, REAPER_PERIOD_S, Killed, Life
 
 from hotlap import durable
 from hotlap.cloud import launcher, launches, rental
@@ -34,21 +34,6 @@ pytestmark = pytest.mark.long
 
 TTL_S = 310
 LATE_S = 3600.0
-
-
-@pytest.fixture
-def stage(home: Path, request: pytest.FixtureRequest) -> Any:
-    """`stage(*faults, ...)` opens one; all are closed at the end."""
-    home.mkdir()
-    opened: list[Stage] = []
-
-    def make(*faults: Fault, **options: Any) -> Stage:
-        opened.append(Stage(home, *faults, **options).__enter__())
-        return opened[-1]
-
-    yield make
-    for each in opened:
-        each.__exit__(None, None, None)
 
 
 def kinds(end: launcher.LeaseEnd) -> tuple[str, Any]:

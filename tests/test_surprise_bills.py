@@ -5,7 +5,7 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,20 +35,6 @@ from hotlap.testing.faults import Fault
 pytestmark = pytest.mark.long
 
 TTL_S = 310
-
-
-@pytest.fixture
-def stage(home: Path) -> Iterator[Callable[..., Stage]]:
-    home.mkdir()
-    opened: list[Stage] = []
-
-    def make(*faults: Fault, **options: Any) -> Stage:
-        opened.append(Stage(home, *faults, **options).__enter__())
-        return opened[-1]
-
-    yield make
-    for each in opened:
-        each.__exit__(None, None, None)
 
 
 # --- a launcher that does not look ---
