@@ -127,15 +127,20 @@ def assert_same(one: tuple[float, dict[str, Any]], other: tuple[float, dict[str,
         torch.testing.assert_close(other[1][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
 
 
-@pytest.mark.parametrize("kernel", ["flash", "examples"])
+@pytest.mark.parametrize("kernel", ["flash", "examples", "examples, one after another"])
 def test_b15_a_kernel_for_varying_lengths_gives_the_mask_s_loss_and_gradients(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
+    from hotlap.train import short
+
     ours, data = adapted(folder), packed(tmp_path)
     by_mask, is_open = loss_of(ours, data), loss_of(ours, data, is_open=True)
     assert (data.segments_NT == 0).any() and data.segments_NT.max() > 1  # rows with padding, of several examples
     if kernel == "flash":
         register(monkeypatch, loops)
+    elif kernel != "examples":
+        monkeypatch.setattr(short, "SHORT", 1)
+        kernel = "examples"
     ours.use_kernel(kernel)
     assert_same(by_mask, loss_of(ours, data))
     assert_same(is_open, loss_of(ours, data, is_open=True))
@@ -162,6 +167,70 @@ def test_laying_rows_flat_asks_the_device_for_nothing() -> None:
     assert here.ends_E.tolist() == [0, 5, 11, 20, 24]
     assert here.lengths_1N.tolist() == [[5] * 5 + [6] * 6 + [9] * 9 + [4] * 4]
     assert here.spread(here.gathered(segments_BT)[..., None].float())[..., 0].tolist() == segments_BT.tolist()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_short_examples_attend_together_as_they_would_alone(precision: str) -> None:
+    """Of lengths that make several groups, with fewer keys than queries, and values of another width."""
+    import torch
+    import torch.nn.functional as F
+
+    from hotlap.train import short
+
+    lengths = [30, 5, 128, 1, 21, 31, 90, 7, 100]
+    ends_E = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    groups = short.groups_of(ends_E)
+    assert groups is not None
+    padded = [(group.num_L, group.num_E) for group in groups]
+    assert padded == [(128, 3), (31, 3), (7, 2), (1, 1)] and short.groups_of(ends_E) is groups
+    draw, dtype = torch.Generator().manual_seed(0), getattr(torch, precision)
+    num_N = int(ends_E[-1])
+    query, key, value, outer = (
+        torch.randn(1, heads, num_N, width, generator=draw).to(dtype)
+        for heads, width in ((6, 16), (2, 16), (2, 24), (6, 24))
+    )
+    exact, found = ([each.to(to).requires_grad_() for each in (query, key, value)] for to in (torch.float64, dtype))
+    alone = [
+        F.scaled_dot_product_attention(*parts, is_causal=True, scale=0.3, enable_gqa=True)
+        for parts in zip(*(each.split(lengths, dim=2) for each in exact), strict=True)
+    ]
+    expected = torch.cat(alone, dim=2).transpose(1, 2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):  # as in a step
+        out = short.attend(found[0], found[1], found[2], groups, 0.3)
+    assert out.dtype == dtype
+    near = {"rtol": 1e-5, "atol": 1e-5} if precision == "float32" else {"rtol": 2**-8, "atol": 2**-10}
+    torch.testing.assert_close(out.double(), expected, **near)
+    expected.backward(outer.transpose(1, 2).double())
+    out.backward(outer.transpose(1, 2))
+    for one, other in zip(found, exact, strict=True):
+        assert one.grad is not None and other.grad is not None and one.grad.dtype == dtype
+        torch.testing.assert_close(one.grad.double(), other.grad, **near)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "given", "is_together"),
+    [
+        ([128, 3], {}, True),
+        ([129, 3], {}, False),
+        ([20, 3], {"sliding_window": 20}, True),
+        ([20, 3], {"sliding_window": 19}, False),
+        ([20, 3], {"dropout": 0.5}, False),
+    ],
+)
+def test_examples_attend_together_only_where_that_is_the_same(
+    lengths: list[int], given: dict[str, Any], is_together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from hotlap.train import attention, short
+
+    asked = list[Any]()
+    attend = short.attend
+    monkeypatch.setattr(short, "attend", lambda *each: asked.append(each) or attend(*each))
+    ends_E = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    states = [torch.randn(1, heads, sum(lengths), 8, dtype=torch.float64) for heads in (4, 2, 2)]
+    out, _ = attention.attend_by_example(torch.nn.Module(), *states, None, cu_seq_lens_q=ends_E, **given)
+    assert out.shape == (1, sum(lengths), 4, 8) and bool(asked) == is_together
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "gemma4"])

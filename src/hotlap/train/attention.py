@@ -1,9 +1,9 @@
 """How packed examples are kept apart: a mask, or a kernel that knows where examples begin.
 
 A mask `[B, 1, T, T]` serves everywhere. Two kernels take the examples of all rows one behind another, with no padding
-between them, and compute nothing across their ends: FlashAttention on CUDA, and torch's attention called for each
-example by itself elsewhere. Flex attention skips blocks of the mask. All come with transformers and torch; what is ours
-is the layout, and a check that examples are apart before a step is made.
+between them, and compute nothing across their ends: FlashAttention on CUDA, and elsewhere torch's attention called for
+each example by itself, or `short` where all of them are. Flex attention skips blocks of the mask. What is ours is the
+layout, the attention in short examples, and a check that examples are apart before a step is made.
 """
 
 # B rows, T positions, N tokens of all rows that are no padding, E examples, H heads, D model or head width
@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from hotlap.errors import ConfigError
+from hotlap.train import short
 
 IMPLEMENTATIONS = {"flash": "flash_attention_2", "flex": "flex_attention", "examples": "hotlap_examples"}
 """What transformers calls them."""
@@ -150,6 +151,10 @@ def attend_by_example(
         )
     if odd := [name for name in ("softcap", "s_aux", "position_bias") if given.get(name) is not None]:
         raise ValueError(f"its layers attend with {odd[0]}")
+    groups = None if dropout else short.groups_of(ends_E)
+    if groups and (sliding_window is None or groups[0].num_L <= sliding_window):
+        scale = query_1HND.shape[-1] ** -0.5 if scaling is None else scaling
+        return short.attend(query_1HND, key_1HND, value_1HND, groups, scale), None
     lengths = ends_E.diff().tolist()
     found: list[torch.Tensor] = []
     for parts in zip(*(states.split(lengths, dim=2) for states in (query_1HND, key_1HND, value_1HND)), strict=True):
