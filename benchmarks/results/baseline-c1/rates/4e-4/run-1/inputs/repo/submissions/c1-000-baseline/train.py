@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
-LEARNING_RATE = 2e-4
+LEARNING_RATE = 4e-4
 
 
 def main() -> None:
