@@ -1,11 +1,26 @@
 """What can be under way while a slice makes its data ready: torch's import, and the base model's files on their way
 from the disk."""
 
+import gc
 import importlib
 import os
 import sys
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def importing() -> Generator[None]:
+    """Imports within it are not looked through for garbage, then or later: what is imported stays, and is so much that
+    every look takes a tenth of a second."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class Preload:
@@ -39,7 +54,8 @@ class Preload:
 
     def _import(self) -> None:
         try:
-            importlib.import_module("torch")
+            with importing():
+                importlib.import_module("torch")
         except ImportError as error:
             self._error = error
 

@@ -20,6 +20,7 @@ from hotlap.errors import DONE, SLICE_OVER, HotlapError, RunLocked, StorageFaile
 from hotlap.train.channel import events, say
 from hotlap.train.context import Context
 from hotlap.train.lean import lean_imports
+from hotlap.train.preload import importing
 from hotlap.train.stop import GivenUp, StopSignals
 from hotlap.train.timeline import Timeline
 
@@ -111,7 +112,7 @@ def _train(run: runs.RunFolder, lock: runs.RunLock, context: Context, facts: dic
             opened = open_run(run, context, lock.require)
         with context.timeline.phase("imports"):
             context.preload.finish()
-            with lean_imports() if _is_lean(context.config) else nullcontext():
+            with importing(), lean_imports() if _is_lean(context.config) else nullcontext():
                 from hotlap.train.loop import Loop
     loop = Loop(run, lock, opened, context)
     facts |= {"resumed_at": loop.resumed_at, "num_run_steps": loop.num_steps}
