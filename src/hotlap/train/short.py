@@ -105,13 +105,13 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *outer: torch.Tensor) -> Any:
         (gradient_NHV,) = outer
         num_N, num_H, _ = gradient_NHV.shape
-        num_K, num_D = ctx.num_K, ctx.saved_tensors[0].shape[-1]
-        to_query = gradient_NHV.new_empty(num_N, num_H, num_D)
-        to_key = gradient_NHV.new_empty(num_N, num_K, num_D)
-        to_value = gradient_NHV.new_empty(num_N, num_K, ctx.saved_tensors[2].shape[-1])
+        num_K, saved = ctx.num_K, ctx.saved_tensors  # asked for once: recomputed activations are given out once
+        to_query = gradient_NHV.new_empty(num_N, num_H, saved[0].shape[-1])
+        to_key = gradient_NHV.new_empty(num_N, num_K, saved[1].shape[-1])
+        to_value = gradient_NHV.new_empty(num_N, num_K, saved[2].shape[-1])
         with torch.autocast(gradient_NHV.device.type, enabled=False):
             for place, group in enumerate(ctx.groups):
-                query, key, value, weights = ctx.saved_tensors[4 * place : 4 * place + 4]
+                query, key, value, weights = saved[4 * place : 4 * place + 4]
                 gradient = gradient_NHV.new_zeros(group.num_E * group.num_L, *gradient_NHV.shape[1:])
                 gradient.index_copy_(0, group.filled, gradient_NHV.index_select(0, group.targets))
                 gradient = gradient.view(group.num_E, group.num_L, num_H, -1).transpose(1, 2).float()
