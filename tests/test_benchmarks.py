@@ -51,9 +51,11 @@ def test_every_variant_is_a_configuration_and_every_plain_switch_has_one(tmp_pat
     from benchmarks import techniques
     from hotlap.config_techniques import TechniquesConfig
 
+    plain = set(techniques.plain_switches())
+    beside_their_own_name = {"everything": plain, "bfloat16 base, prepacked": {"prepacked_weights"}}
     for name in techniques.variants():
         config = techniques.config_of(tmp_path / "model", tmp_path, name, 0)
-        alone = {switch for switch in techniques.plain_switches() if getattr(config.techniques, switch)}
-        assert alone == ({name} & set(techniques.plain_switches()) if name != "everything" else {*alone})
+        on = {switch for switch in plain if getattr(config.techniques, switch)}
+        assert on == beside_their_own_name.get(name, {name} & plain)
     switches = {name for name, info in TechniquesConfig.model_fields.items() if info.annotation is bool}
     assert switches == {*techniques.plain_switches(), *techniques.ONLY_ON_A_GPU}
