@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,6 +70,7 @@ import importlib.util, os, sys, time
 import tinyextra, tinylock
 others = [name for name in ("torch", "yaml", "pip", "hotlap") if importlib.util.find_spec(name)]
 print("sees", tinylock.VERSION, tinyextra.VERSION, *others, flush=True)
+print("from", tinylock.__file__, flush=True)
 while os.getpriority(os.PRIO_PROCESS, 0) == PRIORITY:
     time.sleep(0.1)
 sys.exit(3)
@@ -103,7 +105,8 @@ def test_a_stopped_verification_in_an_environment_of_its_own(tmp_path: Path, whe
     again = subprocess.run(["nice", "-n", "1", *command], capture_output=True, text=True, timeout=300)
     assert again.returncode == 8, again.stderr
     assert "building environment" not in again.stderr
-    assert "sees 1.0 3.0\n" in (out / "run-1" / "train.log").read_text() + "\n"
+    told = (out / "run-1" / "train.log").read_text()
+    assert "sees 1.0 3.0\n" in told and re.search(r"^from [0-9a-f]{16}/lib/.*/tinylock\.py$", told, re.MULTILINE)
     report = verify.accept(contest, folder, chosen, out)
     assert report["runs"][0]["seed"] == drawn["seed"] and report["runs"][0]["exit_code"] == 3
     assert report["machine"]["environment"]["packages"] == {"tinyextra": "3.0", "tinylock": "1.0"}
