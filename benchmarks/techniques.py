@@ -60,7 +60,6 @@ def variants() -> dict[str, dict[str, Any]]:
         "bfloat16 base": sixteen,
         "bfloat16 base and adapter": {**sixteen, "techniques": {"adapter_precision": "model"}},
         "bfloat16 base, prepacked": {**sixteen, "techniques": {"prepacked_weights": True}},
-        "two layers of three": {"lora": {"top_layers": 20}},
         "everything": {"lora": {"target_modules": SIX}, "techniques": every},
     }
 

@@ -65,24 +65,6 @@ def test_lora_plus_groups_are_those_of_peft(tiny_model: Path) -> None:
 # --- the adapter ---
 
 
-def test_only_the_top_layers_have_an_adapter_and_a_backward_pass(tiny_model: Path) -> None:
-    import torch
-
-    everywhere, ours = (attach(tiny_model, LoraConfig(rank=4, top_layers=top_layers)) for top_layers in (2, 1))
-    assert set(everywhere.parameters) == set(attach(tiny_model, LoraConfig(rank=4)).parameters)
-    assert set(ours.parameters) == {name for name in everywhere.parameters if ".layers.1." in name} != set()
-    needs_gradient = list[bool]()
-    for layer in ours.layers:
-        layer.register_forward_hook(lambda _layer, _given, made: needs_gradient.append(made.requires_grad))
-    tokens_BT = torch.arange(40, 50)[None]
-    ours.hidden(tokens_BT, torch.ones_like(tokens_BT)).sum().backward()
-    assert needs_gradient == [False, True]
-    queries = attach(tiny_model, LoraConfig(rank=4, top_layers=1, target_modules=("q_proj",)))
-    assert len(queries.parameters) == 2 and all(".layers.1.self_attn.q_proj." in name for name in queries.parameters)
-    with pytest.raises(ConfigError, match=r"lora\.top_layers = 3, and the model has 2 layers\. Give fewer"):
-        attach(tiny_model, LoraConfig(rank=4, top_layers=3))
-
-
 @pytest.mark.parametrize(("rslora", "scale"), [(False, 8.0 / 4), (True, 8.0 / 4**0.5)])
 def test_scale_of_the_update(tiny_model: Path, rslora: bool, scale: float) -> None:
     ours = attach(tiny_model, LoraConfig(rank=4, alpha=8.0, rslora=rslora))

@@ -334,7 +334,6 @@ OTHER_VALUES: dict[str, Any] = {
     "model.quantization": "nf4",
     "model.double_quantization": False,
     "lora.dropout": 0.1,
-    "lora.top_layers": 1,
     "lora.rslora": True,
     "lora.dora": True,
     "lora.init": "pissa",

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,6 +70,7 @@ import importlib.util, os, sys, time
 import tinyextra, tinylock
 others = [name for name in ("torch", "yaml", "pip", "hotlap") if importlib.util.find_spec(name)]
 print("sees", tinylock.VERSION, tinyextra.VERSION, *others, flush=True)
+print("from", tinylock.__file__, flush=True)
 while os.getpriority(os.PRIO_PROCESS, 0) == PRIORITY:
     time.sleep(0.1)
 sys.exit(3)
@@ -103,7 +105,8 @@ def test_a_stopped_verification_in_an_environment_of_its_own(tmp_path: Path, whe
     again = subprocess.run(["nice", "-n", "1", *command], capture_output=True, text=True, timeout=300)
     assert again.returncode == 8, again.stderr
     assert "building environment" not in again.stderr
-    assert "sees 1.0 3.0\n" in (out / "run-1" / "train.log").read_text() + "\n"
+    told = (out / "run-1" / "train.log").read_text()
+    assert "sees 1.0 3.0\n" in told and re.search(r"^from [0-9a-f]{16}/lib/.*/tinylock\.py$", told, re.MULTILINE)
     report = verify.accept(contest, folder, chosen, out)
     assert report["runs"][0]["seed"] == drawn["seed"] and report["runs"][0]["exit_code"] == 3
     assert report["machine"]["environment"]["packages"] == {"tinyextra": "3.0", "tinylock": "1.0"}
@@ -214,3 +217,27 @@ def test_what_came_from_elsewhere_is_held_against_what_it_was_made_of(tmp_path: 
     (folder / "train.py").write_text("raise SystemExit(5)\n")
     with pytest.raises(PinMismatch, match="other code"):
         verify.accept(contest, folder, micro(contest), out)
+
+
+def test_a_version_that_only_judges_otherwise_takes_what_was_measured_under_the_one_before(tmp_path: Path) -> None:
+    contest = micro_contest(tmp_path / "contest")
+    folder = written_submission(contest, "raise SystemExit(4)\n")
+    out = tmp_path / "out"
+    old = micro(contest)
+    report = measured(contest, folder, out)
+    assert report["decision"]["verdict"] == "undecided"
+    kept = (out / "report-2.json").read_bytes()
+    asked, fewer = "test_examples = 100", "test_examples = 99"
+    with pytest.raises(PinMismatch, match="made under other conditions"):
+        verify.accept(contest, folder, changed_track(contest, {asked: fewer}), out)
+    changed_track(contest, {fewer: asked})
+    new = changed_track(contest, {"target = 0.80": "target = 0.92"})
+    judged = verify.accept(contest, folder, new, out)
+    # Its first run got 90 of 100, which is now too few.
+    assert judged["decision"]["verdict"] == "fail"
+    assert (judged["track_sha256"], judged["rebased_from"]) == (new.sha256, old.sha256)
+    assert judged["runs"] == report["runs"] and (out / "report-2.json").read_bytes() == kept
+    (row,) = records.read(contest, new)
+    assert (row["verdict"], row["track_sha256"]) == ("fail", new.sha256)
+    assert records.check(contest) == []
+    assert f"Run under the rules `{old.sha256}`" in (contest / row["report"]).with_suffix(".md").read_text()

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.torch
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "top layers": {"lora__top_layers": 1},
     "rslora": {"lora__rslora": True},
     "dora": {"lora__dora": True},
     "pissa": {"lora__init": "pissa"},

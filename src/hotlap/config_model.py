@@ -38,10 +38,6 @@ class LoraConfig(Config):
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False)] = "all-linear"
     """Names of the linear modules that get an adapter, or all of the text decoder's but the output head."""
 
-    top_layers: int | None = Field(default=None, ge=1)
-    """Adapters only in so many of the decoder's layers, counted from the output. The backward pass ends there, and
-    nothing is kept for it of the layers below. Absent: all layers."""
-
     rslora: bool = False
     """Scale the update by alpha / sqrt(rank) instead of alpha / rank."""
 

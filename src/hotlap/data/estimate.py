@@ -77,11 +77,7 @@ class Shape:
         return self.num_layer_parameters + embeddings
 
     def num_adapter_parameters(self, lora: LoraConfig) -> int:
-        return self.num_adapted(lora) * lora.rank * sum(inputs + outputs for inputs, outputs in self._targets(lora))
-
-    def num_adapted(self, lora: LoraConfig) -> int:
-        """Layers with an adapter."""
-        return self.num_layers if lora.top_layers is None else min(lora.top_layers, self.num_layers)
+        return self.num_layers * lora.rank * sum(inputs + outputs for inputs, outputs in self._targets(lora))
 
     def num_target_ranks(self, lora: LoraConfig) -> int:
         return lora.rank * len(self._targets(lora))
@@ -217,8 +213,8 @@ def _kept_width(shape: Shape, config: RunConfig) -> int:
     if config.lora.dora or config.model.quantization:
         layer += 2 * shape.num_target_outputs(config.lora)
     if config.slice.gradient_checkpointing:
-        return shape.num_adapted(config.lora) * shape.hidden + _LAYERS_WHEN_RECOMPUTED * layer
-    return shape.num_adapted(config.lora) * layer
+        return shape.num_layers * shape.hidden + _LAYERS_WHEN_RECOMPUTED * layer
+    return shape.num_layers * layer
 
 
 def _weight_bytes(shape: Shape, settings: ModelConfig, number_bytes: int) -> int:

@@ -63,6 +63,13 @@ def package_folder() -> Path:
     return Path(hotlap.__file__).parent
 
 
+def package_sha256() -> str:
+    """Of hotlap's own modules: the trainer of every recipe, which a version's number does not tell from a change."""
+    sources = {path.relative_to(package_folder()): path for path in package_folder().rglob("*.py")}
+    hashes = {name.as_posix(): durable.sha256_file(path) for name, path in sources.items()}
+    return durable.sha256_bytes(durable.canonical_json(hashes).encode())
+
+
 def of_track(track: Track, extras: Sequence[str], say: Say) -> Environment:
     """The environment of a track with the packages of one submission, built if it is not there yet.
 

@@ -3,7 +3,7 @@
 Every verification is a row, failures too, and each row holds the hash of the one before and of its report, so that
 a row or a report cannot change unseen. Records imported from the public contest are rows with their source instead.
 A row belongs to one version of a track, by the track's hash; under a new version nothing is a record until it was
-verified again, and what was not is listed as such.
+verified again, or, where versions only judge otherwise, its report was; what was not is listed as such.
 """
 
 import fcntl

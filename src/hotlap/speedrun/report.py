@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hotlap import durable
+from hotlap.errors import PinMismatch
 from hotlap.speedrun import claims
 from hotlap.speedrun.compare import Decision, RunFacts, decide, interval
 from hotlap.speedrun.submission import Submission
@@ -30,10 +31,7 @@ def build(
     report: Report = {
         "format": 1,
         "track": track.spec.id,
-        "version": track.spec.version,
-        "is_provisional": track.is_provisional,
-        "track_sha256": track.sha256,
-        "rules": rules_of(track),
+        **_identity_of_track(track),
         "submission": {
             **identity_of(entry),
             "technique": entry.config["technique"],
@@ -47,6 +45,32 @@ def build(
     summary = summary_of(results, machine["usd_micros_per_hour"])
     differing = claims.disagreements(claims.of_folder(entry.folder, entry.config), summary)
     return {**report, "decision": asdict(decide_again(report)), "summary": summary, "differing_claims": differing}
+
+
+def rebased(track: Track, report: Report) -> Report:
+    """The report of the same runs as another version of their track judges them, which nothing but target, looks and
+    alpha may tell from the one that they were made under.
+
+    Raises:
+        PinMismatch: it differs in more: the runs have to be made again.
+    """
+    if report.get("conditions_sha256") != track.conditions_sha256:
+        raise PinMismatch(
+            f"This report's runs were made under other conditions than track {track.name}'s, "
+            f"so that they say nothing about it. Run `hotlap speedrun verify` on the submission."
+        )
+    judged = {**report, **_identity_of_track(track), "rebased_from": report["track_sha256"]}
+    return {**judged, "decision": asdict(decide_again(judged))}
+
+
+def _identity_of_track(track: Track) -> dict[str, Any]:
+    return {
+        "version": track.spec.version,
+        "is_provisional": track.is_provisional,
+        "track_sha256": track.sha256,
+        "conditions_sha256": track.conditions_sha256,
+        "rules": rules_of(track),
+    }
 
 
 def identity_of(entry: Submission) -> dict[str, str]:
@@ -148,6 +172,7 @@ def to_markdown(report: Report) -> str:
         *(["- These rules are provisional: this is no record."] if report["is_provisional"] else []),
         f"- By {escaped(entry['author'])}: {escaped(entry['description'])}",
         f"- Code `{entry['code_sha256']}`, track `{report['track_sha256']}`, {report['date']}",
+        *([f"- Run under the rules `{report['rebased_from']}`."] if "rebased_from" in report else []),
         f"- {escaped(report['machine']['processor'])}, {report['machine']['num_threads_here']} threads, "
         f"Python {report['machine']['python']}, torch {report['machine']['versions']['torch']}",
         f"- Environment: {len(environment['packages'])} packages, {f'lock `{lock}`' if lock else 'that of hotlap'}",

@@ -22,6 +22,7 @@ from hotlap.config_base import Config
 from hotlap.errors import ConfigError, MissingArtifact, PinMismatch, UsageError
 
 SPEC, PINS = "spec.toml", "pins.json"
+_JUDGED_BY = {"version", "title", "frozen_on", "source"}
 _ID = re.compile(r"[a-z][a-z0-9-]{0,39}")
 _Names = Annotated[tuple[str, ...], Field(strict=False)]
 _Counts = Annotated[tuple[int, ...], Field(strict=False)]
@@ -176,6 +177,15 @@ class Track:
         """The track's identity."""
         pinned = self.pins.model_dump(mode="json", exclude={"is_provisional"})
         return durable.sha256_bytes(durable.canonical_json(pinned).encode())
+
+    @property
+    def conditions_sha256(self) -> str:
+        """Of everything that a run is made and scored under: the identity but for what only judges its figures, which
+        are the target, the looks and alpha. Two versions that share it can judge the same runs."""
+        pinned = self.pins.model_dump(mode="json", exclude={"is_provisional", "spec_sha256"})
+        spec = self.spec.model_dump(mode="json", exclude=_JUDGED_BY)
+        del spec["metric"]["target"], spec["verification"]["looks"], spec["verification"]["alpha"]
+        return durable.sha256_bytes(durable.canonical_json({"pins": pinned, "spec": spec}).encode())
 
     @property
     def is_provisional(self) -> bool:

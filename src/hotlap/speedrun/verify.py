@@ -23,7 +23,7 @@ from hotlap.errors import ChildCrashed, CorruptFile, PinMismatch, Refused, RunCh
 from hotlap.speedrun import claims, environments, inputs, records, sandbox, submission
 from hotlap.speedrun.attempt import EVALUATION_S, Say, Sources, Verification, run_once
 from hotlap.speedrun.replay import replay
-from hotlap.speedrun.report import IDENTITY, build, identity_of, to_markdown
+from hotlap.speedrun.report import IDENTITY, build, identity_of, rebased, to_markdown
 from hotlap.speedrun.stopping import Stopped
 from hotlap.speedrun.submission import Finding, Submission
 from hotlap.speedrun.track import PublicData, Track
@@ -58,11 +58,11 @@ def verify(contest: Path, folder: Path, track: Track, num_runs: int, sources: So
 
 
 def accept(contest: Path, folder: Path, track: Track, measured: Path) -> dict[str, Any]:
-    """Take what `measure` left in a folder, on another machine, into the records. Its report is held against the
-    submission, the track and the kept predictions before that.
+    """Take what `measure` left in a folder, on another machine or under another version of the track that only judges
+    otherwise, into the records. Its report is held against the submission, the track and the kept predictions before.
 
     Raises:
-        PinMismatch: it is of other code, or of other rules.
+        PinMismatch: it is of other code, or made under other conditions.
         CorruptFile: it does not follow from what was kept.
         Refused: this code was decided already.
     """
@@ -74,11 +74,13 @@ def accept(contest: Path, folder: Path, track: Track, measured: Path) -> dict[st
     report: dict[str, Any] = json.loads(reports[-1].read_bytes())
     told = report["submission"]
     of_entry = {key: told[key] for key in IDENTITY} == identity_of(entry)
-    if told["code_sha256"] != entry.code_sha256 or not of_entry or report["track_sha256"] != track.sha256:
-        raise PinMismatch(f"{reports[-1]} is about other code or other rules than {folder} and track {track.spec.id}.")
+    if told["code_sha256"] != entry.code_sha256 or not of_entry or report["track"] != track.spec.id:
+        raise PinMismatch(f"{reports[-1]} is about other code or another track than {folder}, {track.spec.id}.")
     if reports[-1].name != f"report-{len(report['runs'])}.json":
         raise CorruptFile(f"{reports[-1]} is of {len(report['runs'])} runs; its name is that of another report.")
     replay(reports[-1])
+    if report["track_sha256"] != track.sha256:
+        report = rebased(track, report)
     records.require_consistent(track, report)
     _require_fresh_rows(track, report)
     into = _require_open(contest, track, entry, len(report["runs"]))
@@ -88,7 +90,9 @@ def accept(contest: Path, folder: Path, track: Track, measured: Path) -> dict[st
         if _KEPT.fullmatch(name) and path.is_file() and not path.is_symlink():
             durable.make_dirs((into / name).parent)
             durable.replace(into / name, path.read_bytes())
-    records.append(contest, track, report, into / reports[-1].name)
+    path = into / reports[-1].name
+    _write(report, path)
+    records.append(contest, track, report, path)
     return report
 
 
@@ -143,10 +147,13 @@ def measure(entry: Submission, track: Track, num_runs: int, folder: Path, source
         results = [finished_or_run(verification, number) for number in range(1, num_runs + 1)]
     machine = machine_facts(verification.training)
     report = build(track, entry, results, machine, clock.utc_text(clock.wall_s()))
-    path = folder / f"report-{num_runs}.json"
+    _write(report, folder / f"report-{num_runs}.json")
+    return report
+
+
+def _write(report: dict[str, Any], path: Path) -> None:
     durable.replace(path.with_suffix(".md"), to_markdown(report).encode())
     durable.replace(path, (json.dumps(report, indent=1, sort_keys=True) + "\n").encode())
-    return report
 
 
 def prepared(entry: Submission, track: Track, folder: Path, sources: Sources, say: Say, stops: Stops) -> Verification:
@@ -307,6 +314,7 @@ def machine_facts(environment: environments.Environment) -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": {"hotlap": hotlap.__version__, **versions},
+        "hotlap_sha256": environments.package_sha256(),
         "environment": environment.as_json(),
         "usd_micros_per_hour": load_cloud().local.usd_micros_per_hour,
     }

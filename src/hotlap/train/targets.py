@@ -10,13 +10,8 @@ from hotlap.train.base import decoder_linears, is_linear
 
 
 def modules_of(base: Any, config: LoraConfig) -> str | list[str]:
-    """As the user wrote them; by full name where some layers have none, and of a model with other towers beside the
-    text decoder.
-
-    Raises:
-        ConfigError: a name is no linear module of the decoder, or must not be changed; or there are too few layers.
-    """
-    inside = decoder_linears(base) if config.top_layers is None else _linears_on_top(base, config.top_layers)
+    """As the user wrote them; of a model with other towers beside the text decoder, the decoder's own by full name."""
+    inside = decoder_linears(base)
     head = base.get_output_embeddings()
     outside = [module for name, module in base.named_modules() if is_linear(module) and name not in set(inside)]
     names = config.target_modules
@@ -25,22 +20,12 @@ def modules_of(base: Any, config: LoraConfig) -> str | list[str]:
             f"lora.target_modules names {found[0]}, and this model's input embedding and output head are one "
             f"tensor: merging would change both. Leave it out, or train it in full with lora.modules_to_save."
         )
-    if config.top_layers is None and all(module is head for module in outside):
+    if all(module is head for module in outside):
         return names if isinstance(names, str) else list(names)
     chosen = [name for name in inside if isinstance(names, str) or any(_ends_in(name, each) for each in names)]
     if not chosen:
         raise ConfigError(f"lora.target_modules = {names!r}: the text decoder has no linear module of that name.")
     return chosen
-
-
-def _linears_on_top(base: Any, num_layers: int) -> list[str]:
-    layers: list[torch.nn.Module] = list(getattr(base.get_decoder(), "layers", ()))
-    if num_layers > len(layers):
-        raise ConfigError(
-            f"lora.top_layers = {num_layers}, and the model has {len(layers)} layers. Give fewer, or leave it out."
-        )
-    inside = {id(module) for layer in layers[-num_layers:] for module in layer.modules() if is_linear(module)}
-    return [name for name, module in base.named_modules() if id(module) in inside]
 
 
 def saved_whole(base: torch.nn.Module, config: LoraConfig) -> list[str] | None:
