@@ -149,6 +149,24 @@ def test_b15_a_kernel_for_varying_lengths_gives_the_mask_s_loss_and_gradients(
     assert np.isfinite(loss_in_this_mode(ours, data))
 
 
+def test_the_last_token_of_an_example_is_not_computed_and_nothing_misses_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hotlap.train import step
+
+    ours, data = adapted(folder), packed(tmp_path)
+    ours.use_kernel("examples")
+    num_tokens, num_examples = int((data.segments_NT > 0).sum()), int(data.segments_NT.max(axis=1).sum())
+    seen: list[int] = []
+    embeddings = ours.peft_model.get_base_model().get_input_embeddings()
+    embeddings.register_forward_hook(lambda _module, given, _output: seen.append(given[0].numel()))
+    found, is_open = loss_of(ours, data), loss_of(ours, data, is_open=True)
+    assert seen == [num_tokens - num_examples, num_tokens]
+    monkeypatch.setattr(step, "_attended", lambda segments_BT, _is_open: segments_BT)
+    assert_same(found, loss_of(ours, data))
+    assert seen[2] == num_tokens and abs(found[0] - is_open[0]) > 1e-4
+
+
 def test_laying_rows_flat_asks_the_device_for_nothing() -> None:
     """On a device whose tensors have no values to give."""
     import torch
